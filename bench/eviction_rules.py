@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from slipway_runtime.scheduling.adapter import Adapter
+from slipway_runtime.scheduling.adapter_state import Adapter
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.eviction import LrfuOrder
 from slipway_runtime.scheduling.trace import Machine

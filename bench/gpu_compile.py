@@ -34,8 +34,8 @@ SMALLER = (
 WARPS_PER_SM, BLOCKS_PER_SM = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}, {86: 16, 89: 24, 120: 24}
 REGISTERS_PER_SM = 1 << 16
 # Bytes that may be spilled: a prompt's attention is bound by tensor cores. All others may put some words aside before a
-# loop and read them behind it, as the assembler likes to. Within a loop one may be read: int8 keys with fp16 queries do,
-# and a smaller tile, without it, has more instructions for each key.
+# loop and read them behind it, as the assembler likes to. Within a loop one may be read: int8 keys with fp16 queries
+# do, and a smaller tile, without it, has more instructions for each key.
 SPILLS_OF_PROMPTS, PUT_ASIDE = 128, 16
 
 

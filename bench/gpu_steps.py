@@ -32,12 +32,12 @@ from slipway_runtime.messages import (
     SchedulerOutput,
     TokenMasks,
 )
-from slipway_runtime.models.adapters import HostAdapter, lora_modules
+from slipway_runtime.models.adapter_weights import HostAdapter, lora_modules
 from slipway_runtime.models.config import ModelConfig, parse_config
 from slipway_runtime.models.decoder import load_decoder
 from slipway_runtime.models.quantize import choose_kv_dtype, head_maker, matmul_maker
-from slipway_runtime.models.sharding import WHOLE, Share, part_of
-from slipway_runtime.worker.adapters import AdapterSlots
+from slipway_runtime.models.sharding import WHOLE, Shard, part_of
+from slipway_runtime.worker.adapter_slots import AdapterSlots
 from slipway_runtime.worker.collective import Collective
 from slipway_runtime.worker.host_arena import HostArena
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
@@ -69,7 +69,7 @@ class Machine:
         kv_dtype: str = "auto",
         deterministic: bool = False,
         adapters: int = 0,
-        share: Share = WHOLE,
+        share: Shard = WHOLE,
         pooling: str = "",
     ) -> None:
         self.config, self.rows, self.longest = config, rows, longest
@@ -207,7 +207,7 @@ class FakeMachine(Machine):
         self.gpu = gpu
         collective = Collective(rank, ranks, DEVICE)
         collective._group = FakeGroup(gpu)
-        share = WHOLE if ranks == 1 else Share(rank, ranks, collective.sum, collective.gather)
+        share = WHOLE if ranks == 1 else Shard(rank, ranks, collective.sum, collective.gather)
         super().__init__(config, DEVICE, share=share, **settings)
         self._own = part_of(config, ranks)
         gpu.caches = {cache.untyped_storage()._cdata for cache in self.caches}

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipway_runtime.models.adapters import lora_modules
+from slipway_runtime.models.adapter_weights import lora_modules
 from slipway_runtime.models.config import ModelConfig
 from slipway_runtime.models.quantized_checkpoint import parse_quantization
 

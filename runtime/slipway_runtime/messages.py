@@ -99,7 +99,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finished_at: float | None = None  # set on the last Output
 
 
-class Batch(msgspec.Struct, frozen=True, kw_only=True):
+class BatchStats(msgspec.Struct, frozen=True, kw_only=True):
     """Size and duration of the batch of one step."""
 
     rows: int  # sequences in the batch
@@ -133,7 +133,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     computed_tokens: int = 0  # positions computed, prefill and decode, recomputation included; a counter
     started: int = 0  # requests that left the queue for the first time; a counter
     schedule_seconds: float = 0.0  # time of the scheduler in the last step: scheduling and update together
-    last_batch: Batch | None = None  # of the last step that computed something; None: before the first
+    last_batch: BatchStats | None = None  # of the last step that computed something; None: before the first
     mask_seconds: float = 0.0  # spent on computing grammar bitmasks, in parallel to the model; a counter
     waiting_by_tenant: tuple[tuple[str, int], ...] = ()
     running_adapters: tuple[str, ...] = ()  # digests of adapters with running, and with waiting requests

@@ -35,7 +35,7 @@ from slipway_runtime.engine.launch import BootedEngine, EngineNotLoadedError
 from slipway_runtime.loading import LOADER, Fetched, boot_engine, fetch_model, in_daemon_thread, load_engine
 from slipway_runtime.messages import Loading, WarmingUp
 from slipway_runtime.models.config_values import ModelRefusedError
-from slipway_runtime.server.adapters import FETCH_SECONDS, AdapterRegistry, AdapterSource, adapter_roots
+from slipway_runtime.server.adapter_registry import FETCH_SECONDS, AdapterRegistry, AdapterSource, adapter_roots
 from slipway_runtime.server.admin import serve_control
 from slipway_runtime.server.app import admin_app, listening, serving_app
 from slipway_runtime.server.boot import load_adapters, load_boot_list, prefill, read_boot_list

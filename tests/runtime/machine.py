@@ -14,7 +14,7 @@ from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import read_config
 from slipway_runtime.models.decoder import load_decoder
 from slipway_runtime.models.quantize import activation_dtype, choose_kv_dtype, head_maker, matmul_maker
-from slipway_runtime.models.sharding import WHOLE, Share, part_of
+from slipway_runtime.models.sharding import WHOLE, Shard, part_of
 from slipway_runtime.worker.inputs import prepare_inputs
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
 from slipway_runtime.worker.runner import Runner
@@ -48,7 +48,7 @@ class Machine:
         rows: int = 32,
         longest: int = 128,
         block: int = 16,
-        share: Share = WHOLE,
+        share: Shard = WHOLE,
     ) -> None:
         config = read_config(path)
         kernels = kernels_for(CPU, activation_dtype(dtype, CPU), deterministic=deterministic)

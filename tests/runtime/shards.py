@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slipway_runtime.models.sharding import Share
+from slipway_runtime.models.sharding import Shard
 from slipway_runtime.worker.collective import Collective
 from tests.runtime.machine import CPU, Machine, Stretch
 
@@ -24,7 +24,7 @@ class Shards:
 
             def a_rank(rank: int) -> Machine:
                 collective = Collective(rank, SIZE, CPU)
-                share = Share(rank, SIZE, collective.sum, collective.gather)
+                share = Shard(rank, SIZE, collective.sum, collective.gather)
                 machine = Machine(path, share=share, **settings)
                 collective.join(Path(folder) / "store")
                 return machine

@@ -16,9 +16,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from slipway_runtime.engine.adapters import AdapterLoader
+from slipway_runtime.engine.adapter_loader import AdapterLoader
 from slipway_runtime.engine.decide import EnginePlan, decide
-from slipway_runtime.engine.engine import Engine, OverlappedEngine, Worker, launching
+from slipway_runtime.engine.engine import Engine, LaunchThread, OverlappedEngine, launching
 from slipway_runtime.engine.kv_events import KvEventPublisher
 from slipway_runtime.engine.matchers import Grammars
 from slipway_runtime.engine.options import EngineOptions
@@ -39,11 +39,11 @@ from slipway_runtime.messages import EngineFacts, EngineFailed, Loading, Schedul
 from slipway_runtime.models.decoder import Decoder
 from slipway_runtime.models.pooling import EmbeddingConfig, read_embedding_config
 from slipway_runtime.models.quantize import name_of_format, quantization_warnings
-from slipway_runtime.models.sharding import WHOLE, Share
+from slipway_runtime.models.sharding import WHOLE, Shard
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.scheduler import Scheduler
-from slipway_runtime.worker.adapters import AdapterSlots
+from slipway_runtime.worker.adapter_slots import AdapterSlots
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
 from slipway_runtime.worker.out_of_memory import oom_refused
 from slipway_runtime.worker.pooling import Pooler
@@ -91,7 +91,7 @@ def build_engine(
     execute = partial(_execute, compute, model.grammars)
     # With several ranks a step is not launched ahead: the others get its tokens from the host.
     launch = partial(_execute, runner.launch, model.grammars) if ranks is None else launching(execute)
-    worker = Worker(launch) if plan.overlap else None
+    worker = LaunchThread(launch) if plan.overlap else None
     with oom_refused("the largest batch", plan.device):
         widest_step = _warm_up(_new_scheduler(plan, model), compute, model.slots, plan, worker)
     capture = partial(capture_steps, runner, plan.device, None if ranks is None else ranks.collective)
@@ -144,7 +144,7 @@ class _LoadedModel:
     tier: HostTier | None
     embedding: EmbeddingConfig | None
     weight_bytes: int  # of all ranks
-    share: Share
+    share: Shard
     load_weights: Callable[[], Decoder]  # again, after a sleep
     allocate_cache: Callable[[], list[Tensor]]
 
@@ -236,7 +236,7 @@ def _facts(plan: EnginePlan, model: _LoadedModel, **measured: Any) -> EngineFact
 
 
 def _adapter_loader(
-    plan: EnginePlan, share: Share, slots: AdapterSlots, scheduler: Scheduler, ranks: Ranks | None
+    plan: EnginePlan, share: Shard, slots: AdapterSlots, scheduler: Scheduler, ranks: Ranks | None
 ) -> AdapterLoader:
     read = adapter_reader(plan, share)
     read = read if ranks is None else partial(ranks.read_adapter, read)
@@ -271,7 +271,7 @@ def _execute(
 
 
 def _warm_up(
-    scheduler: Scheduler, compute: Compute, slots: AdapterSlots | None, plan: EnginePlan, worker: Worker | None
+    scheduler: Scheduler, compute: Compute, slots: AdapterSlots | None, plan: EnginePlan, worker: LaunchThread | None
 ) -> float:
     """Warm up, on the thread that later steps run on and with adapters of zeros; the seconds of the widest step."""
     digests: list[str] = []

@@ -7,7 +7,7 @@ import torch
 
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.kernels.dispatch import refusal
-from slipway_runtime.models.adapters import slot_bytes
+from slipway_runtime.models.adapter_weights import slot_bytes
 from slipway_runtime.models.checkpoint import checkpoint_digest
 from slipway_runtime.models.config import DoesNotFitError, ModelConfig, ModelRefusedError, read_config
 from slipway_runtime.models.quantize import activation_dtype, choose_dtype, choose_kv_dtype, refusal_of_format

@@ -29,11 +29,11 @@ from typing import Any, Final
 import msgspec
 import structlog
 
-from slipway_runtime.engine.adapters import AdapterLoader
+from slipway_runtime.engine.adapter_loader import AdapterLoader
 from slipway_runtime.engine.matchers import Grammars
 from slipway_runtime.engine.sleep import Sleeper
 from slipway_runtime.messages import (
-    Batch,
+    BatchStats,
     EngineFacts,
     EngineStats,
     FinishReason,
@@ -93,7 +93,7 @@ class Engine:
         self._stopwatch = stopwatch
         self._replies: list[Reply] = []
         self._oom_steps = 0  # steps in a row that ran out of memory
-        self._batch: Batch | None = None  # the last batch that was computed
+        self._batch: BatchStats | None = None  # the last batch that was computed
 
     @property
     def facts(self) -> EngineFacts:
@@ -230,7 +230,7 @@ class Engine:
         """Apply the result of a plan, so many seconds after `now`. `in_flight`: whether another is being executed."""
         self._oom_steps = 0
         if plan.rows:
-            self._batch = Batch(rows=len(plan.rows), tokens=sum(plan.num_new), seconds=seconds, at=now)
+            self._batch = BatchStats(rows=len(plan.rows), tokens=sum(plan.num_new), seconds=seconds, at=now)
         outputs = self._scheduler.update(result, now + seconds)
         return self._after_update(outputs, now + seconds, plan.step, in_flight=in_flight)
 
@@ -319,7 +319,7 @@ class PendingResult:
         return None
 
 
-class Worker:
+class LaunchThread:
     """Launches plans one after the other on a thread of its own."""
 
     def __init__(self, launch: Launch) -> None:
@@ -351,7 +351,7 @@ class Worker:
 class OverlappedEngine(Engine):
     """An Engine with up to two plans in flight."""
 
-    def __init__(self, scheduler: Scheduler, worker: Worker, facts: EngineFacts, **parts: Any) -> None:
+    def __init__(self, scheduler: Scheduler, worker: LaunchThread, facts: EngineFacts, **parts: Any) -> None:
         super().__init__(scheduler, lambda plan: worker.submit(plan).result(), facts, **parts)
         self._submit = worker.submit
         self._in_flight: tuple[SchedulerOutput, PendingResult] | None = None

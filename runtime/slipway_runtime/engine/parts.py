@@ -12,15 +12,15 @@ from slipway_runtime.kernels.dispatch import Kernels, capturable
 from slipway_runtime.kernels.native import set_threads
 from slipway_runtime.layers.lora import LoraBank
 from slipway_runtime.messages import Loading
-from slipway_runtime.models.adapters import HostAdapter, lora_modules, read_adapter
+from slipway_runtime.models.adapter_weights import HostAdapter, lora_modules, read_adapter
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import DoesNotFitError
 from slipway_runtime.models.decoder import Decoder, load_decoder
 from slipway_runtime.models.quantize import DTYPE_NAMES, head_maker, matmul_maker
-from slipway_runtime.models.sharding import WHOLE, Share
+from slipway_runtime.models.sharding import WHOLE, Shard
 from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.storage.fetch import weights_digest
-from slipway_runtime.worker.adapters import AdapterSlots
+from slipway_runtime.worker.adapter_slots import AdapterSlots
 from slipway_runtime.worker.graphs import reserve_bytes
 from slipway_runtime.worker.host_arena import HostArena
 from slipway_runtime.worker.kv_cache import (
@@ -42,7 +42,7 @@ def use_threads(options: EngineOptions) -> None:
 
 
 def load_weights(
-    plan: EnginePlan, kernels: Kernels, on_news: Callable[[Loading], object] = lambda _: None, share: Share = WHOLE
+    plan: EnginePlan, kernels: Kernels, on_news: Callable[[Loading], object] = lambda _: None, share: Shard = WHOLE
 ) -> Decoder:
     """Load the decoder, or this rank's share of it, from disk; `on_news` gets the progress."""
     told = 0
@@ -157,7 +157,7 @@ def make_slots(
     return make(bank, plan.max_num_seqs)
 
 
-def adapter_reader(plan: EnginePlan, share: Share = WHOLE) -> Callable[[Path, str], HostAdapter]:
+def adapter_reader(plan: EnginePlan, share: Shard = WHOLE) -> Callable[[Path, str], HostAdapter]:
     """Reads this rank's share of an adapter, by path and digest. Raises AdapterRefusedError."""
     # Reads all weights, so only where an adapter names a base model, and on one rank.
     base_digest = None if share.rank else cache(lambda: weights_digest(plan.model_path))

@@ -57,9 +57,9 @@ from slipway_runtime.engine.sleep import Sleeper
 from slipway_runtime.engine.warmup import capture_steps
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.messages import EngineFailed, SchedulerOutput
-from slipway_runtime.models.adapters import HostAdapter
+from slipway_runtime.models.adapter_weights import HostAdapter
 from slipway_runtime.models.config import ModelRefusedError
-from slipway_runtime.models.sharding import Share
+from slipway_runtime.models.sharding import Shard
 from slipway_runtime.worker.collective import Collective, PeerLostError
 from slipway_runtime.worker.kv_cache import allocate_cache
 from slipway_runtime.worker.out_of_memory import oom_refused
@@ -195,7 +195,7 @@ def _load(leader: Rank0Connection) -> tuple[Runner, Sleeper, Collective, torch.d
     use_threads(options)
     kernels = kernels_for(plan.device, plan.dtype, deterministic=options.deterministic)
     collective = Collective(rank, options.tensor_parallel_size, plan.device)
-    share = Share(rank, options.tensor_parallel_size, collective.sum, collective.gather)
+    share = Shard(rank, options.tensor_parallel_size, collective.sum, collective.gather)
     with oom_refused("the weights", plan.device):
         decoder = load_weights(plan, kernels, share=share)
     leader.tell(RankLoaded(decoder.nbytes))

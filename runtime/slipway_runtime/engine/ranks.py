@@ -34,11 +34,11 @@ from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.engine.sleep import Sleeper
 from slipway_runtime.layers.lora import LoraBank
 from slipway_runtime.messages import EngineFailed, SchedulerOutput, StepResult
-from slipway_runtime.models.adapters import AdapterRefusedError, HostAdapter
+from slipway_runtime.models.adapter_weights import AdapterRefusedError, HostAdapter
 from slipway_runtime.models.config import ModelRefusedError
 from slipway_runtime.models.decoder import Decoder
-from slipway_runtime.models.sharding import Share
-from slipway_runtime.worker.adapters import AdapterSlots
+from slipway_runtime.models.sharding import Shard
+from slipway_runtime.worker.adapter_slots import AdapterSlots
 from slipway_runtime.worker.capture import first_line
 from slipway_runtime.worker.collective import Collective, PeerLostError
 from slipway_runtime.worker.kv_cache import CacheSize
@@ -168,7 +168,7 @@ class Ranks:
         """directory: for the file where they meet. on_death: called on another thread, once for each rank that ends."""
         size = plan.options.tensor_parallel_size
         self.collective = Collective(0, size, plan.device)
-        self.share = Share(0, size, self.collective.sum, self.collective.gather)
+        self.share = Shard(0, size, self.collective.sum, self.collective.gather)
         self._store = Path(tempfile.mkdtemp(prefix="ranks-", dir=directory)) / "store"
         self._telling = threading.Lock()
         self._sampled: tuple[tuple[int, ...], ...] = ()

@@ -44,7 +44,7 @@ class ChunkWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AttentionPlan:
     """Attention plan of one step. R rows: `num_decodes` of one new token, then C chunks."""
 
     lengths: Tensor  # (R,) past and new tokens
@@ -109,12 +109,14 @@ def tokens_of_splits(new: Ints, lengths: Ints, tile: ChunkTile) -> Ints:
     return split_tokens(lengths, CHUNK_SPLIT, most)
 
 
-def plan_attention(num_computed: Ints, num_new: Ints, block_tables: Ints, block_size: int, like: Tensor) -> Plan:
+def plan_attention(
+    num_computed: Ints, num_new: Ints, block_tables: Ints, block_size: int, like: Tensor
+) -> AttentionPlan:
     """Make the attention plan of a step, shared by all layers. Rows of one new token come first. `like`: device."""
     lengths, num_decodes = num_computed + num_new, int(np.count_nonzero(num_new == 1))
     chunk_starts = num_decodes + np.concatenate((np.zeros(1, dtype=np.int64), num_new[num_decodes:].cumsum()))
     on_device = upload([array.astype(np.int32) for array in (lengths, block_tables, chunk_starts)], like.device)
-    return Plan(
+    return AttentionPlan(
         lengths=on_device[0],
         tables=on_device[1],
         num_decodes=num_decodes,

@@ -17,9 +17,9 @@ from slipway_runtime.kernels.attention_plan import (
     CHUNK_SPLIT,
     MAX_SPLITS,
     SPLIT,
+    AttentionPlan,
     ChunkTile,
     ChunkWork,
-    Plan,
     divide_splits,
     num_splits,
     tokens_of_splits,
@@ -61,9 +61,9 @@ def chunk_capacity(num_tokens: int, max_num_seqs: int) -> ChunkCapacity:
     )
 
 
-def plan_for_capture(num_rows: int, max_model_len: int, block_size: int, like: Tensor) -> Plan:
+def plan_for_capture(num_rows: int, max_model_len: int, block_size: int, like: Tensor) -> AttentionPlan:
     """Plan for CUDA graphs: one new token a row, static buffers that `update_static_inputs` fills, fixed launches."""
-    return Plan(
+    return AttentionPlan(
         lengths=torch.zeros(num_rows, dtype=torch.int32, device=like.device),
         tables=torch.zeros(num_rows, -(-max_model_len // block_size), dtype=torch.int32, device=like.device),
         num_decodes=num_rows,
@@ -77,12 +77,14 @@ def plan_for_capture(num_rows: int, max_model_len: int, block_size: int, like: T
     )
 
 
-def first_rows(plan: Plan, num_rows: int) -> Plan:
+def first_rows(plan: AttentionPlan, num_rows: int) -> AttentionPlan:
     """A captured plan for fewer rows, in the same buffers: only one of the plans may be in use at a time."""
     return replace(plan, lengths=plan.lengths[:num_rows], tables=plan.tables[:num_rows], num_decodes=num_rows)
 
 
-def with_chunks(plan: Plan, capacity: ChunkCapacity, starts: Tensor, work: Tensor, merges: Tensor) -> Plan:
+def with_chunks(
+    plan: AttentionPlan, capacity: ChunkCapacity, starts: Tensor, work: Tensor, merges: Tensor
+) -> AttentionPlan:
     """A captured plan for a step with chunks, in the row buffers of `plan`, with the programs of `pack_chunks`.
 
     Decode programs are launched for the most rows possible: those without a row write zeros, over which chunks write.
@@ -97,7 +99,7 @@ def with_chunks(plan: Plan, capacity: ChunkCapacity, starts: Tensor, work: Tenso
     )
 
 
-def update_static_inputs(plan: Plan, lengths: Tensor, tables: Tensor, rows: Tensor) -> None:
+def update_static_inputs(plan: AttentionPlan, lengths: Tensor, tables: Tensor, rows: Tensor) -> None:
     """Copy a step's rows into a captured plan; a graph may begin with it.
 
     lengths: (R,) past and new tokens; 0: padding  tables: (N, blocks) block tables of all rows  rows: (R,) of these.

@@ -110,7 +110,7 @@ def rope_and_store(
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AttentionPlan:
     """Attention plan of one step, shared by all layers."""
 
     tiles: Tensor  # (N, 3) first token, number of tokens (at most QUERIES, adjacent), row
@@ -121,7 +121,9 @@ class Plan:
     memo: dict[object, Any] = field(default_factory=dict)  # of `cpu_layer`, for the time of the step
 
 
-def plan_attention(num_computed: Ints, num_new: Ints, block_tables: Ints, block_size: int, like: Tensor) -> Plan:
+def plan_attention(
+    num_computed: Ints, num_new: Ints, block_tables: Ints, block_size: int, like: Tensor
+) -> AttentionPlan:
     """Make the attention plan of a step, shared by all layers."""
     starts = np.cumsum(num_new) - num_new
     rows = np.arange(len(num_new))
@@ -133,7 +135,7 @@ def plan_attention(num_computed: Ints, num_new: Ints, block_tables: Ints, block_
         done = (np.arange(len(of_row)) - np.repeat(np.cumsum(per_row) - per_row, per_row)) * QUERIES
         tiles = np.stack((starts[of_row] + done, np.minimum(QUERIES, num_new[of_row] - done), of_row), axis=1)
         positions = np.arange(int(num_new.sum())) + np.repeat(num_computed - starts, num_new)
-    return Plan(
+    return AttentionPlan(
         tiles=torch.from_numpy(np.ascontiguousarray(tiles)),
         tables=torch.from_numpy(np.ascontiguousarray(block_tables)),
         positions=torch.from_numpy(positions),
@@ -146,7 +148,7 @@ def paged_attention(
     q: Tensor,
     kv: Tensor,
     cache: Tensor,
-    plan: Plan,
+    plan: AttentionPlan,
     scale: float,
     window: int | None = None,
     scoring: Scoring | None = None,

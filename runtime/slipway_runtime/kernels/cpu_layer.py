@@ -9,7 +9,7 @@ from ctypes import c_float, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from slipway_runtime.kernels.cpu import KINDS, Plan
+from slipway_runtime.kernels.cpu import KINDS, AttentionPlan
 from slipway_runtime.kernels.native import Native
 
 FLOAT32, BFLOAT16, BYTES, WIDENED = range(4)  # forms of a matrix; WIDENED: float32, stored as bfloat16
@@ -83,7 +83,7 @@ def decoder_layer(
     slots: Tensor,
     cos: Tensor,
     sin: Tensor,
-    plan: Plan,
+    plan: AttentionPlan,
 ) -> Tensor:
     """Compute a layer. stream: (T, H), updated in place  x: (T, H), overwritten, or None -> the MLP's output (T, H).
 

@@ -57,7 +57,7 @@ _LOWEST = -1e30  # below any score, and finite
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AttentionPlan:
     """Attention plan: N tiles of queries; tiles that attend to the most tiles of keys come first."""
 
     places: Tensor  # (T,) index of each token among the N * QUERIES places
@@ -68,7 +68,9 @@ class Plan:
     keys: int  # positions of a tile of keys
 
 
-def plan_attention(num_computed: Ints, num_new: Ints, block_tables: Ints, block_size: int, like: Tensor) -> Plan:
+def plan_attention(
+    num_computed: Ints, num_new: Ints, block_tables: Ints, block_size: int, like: Tensor
+) -> AttentionPlan:
     """Make the attention plan of a step, shared by all layers."""
     blocks_per_tile = -(-KEYS // block_size)
     keys = blocks_per_tile * block_size
@@ -92,7 +94,7 @@ def plan_attention(num_computed: Ints, num_new: Ints, block_tables: Ints, block_
     own = block_tables[rows[last[order]], :width]
     used = np.arange(width) <= positions[last[order]][:, None] // block_size
     tables[:, :width] = np.where(used, own, 0)
-    return Plan(
+    return AttentionPlan(
         places=torch.from_numpy(places).to(like.device),
         limits=torch.from_numpy(limits.reshape(-1, QUERIES)).to(like.device),
         tables=torch.from_numpy(tables).to(like.device),
@@ -106,7 +108,7 @@ def paged_attention(
     q: Tensor,
     kv: Tensor,
     cache: Tensor,
-    plan: Plan,
+    plan: AttentionPlan,
     scale: float,
     window: int | None = None,
     scoring: Scoring | None = None,
@@ -152,7 +154,7 @@ def paged_attention(
     return attended.reshape(num_tiles * QUERIES, num_heads * head_dim)[plan.places].to(q.dtype)
 
 
-def _read(cache: Tensor, plan: Plan, tile: int, active: int, head_dim: int) -> tuple[Tensor, Tensor]:
+def _read(cache: Tensor, plan: AttentionPlan, tile: int, active: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """Keys (active * Hkv, KEYS, D) and values (active * Hkv, KEYS, D + 8), the last columns ones; float32."""
     num_kv_heads = cache.shape[2]
     blocks = plan.tables[:active, tile * plan.blocks_per_tile : (tile + 1) * plan.blocks_per_tile]

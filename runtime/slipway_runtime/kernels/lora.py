@@ -41,7 +41,7 @@ BLOCK_RANK = 64  # rows of B that one step of expand multiplies
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoraPlan:
     """LoRA plan of one step: the tokens that have adapters, sorted by slot."""
 
     slots: int  # bit s: any token has slot s, or may have it in a replay
@@ -50,11 +50,11 @@ class Plan:
     repeats: bool = False  # for CUDA graphs: launch all programs, which later contents of plan and slots may need
 
 
-def plan_lora(token_slots: Ints, num_slots: int, like: Tensor, *, tile: int = 0) -> Plan:
+def plan_lora(token_slots: Ints, num_slots: int, like: Tensor, *, tile: int = 0) -> LoraPlan:
     """Make the LoRA plan of a step. `like`: device; `tile` is only used on a CPU: here rows are independent."""
     used, order, work = _sort_and_cut(token_slots)
     order_on_device, work_on_device = upload((order, work), like.device)
-    return Plan(slots=used, order=order_on_device, work=work_on_device)
+    return LoraPlan(slots=used, order=order_on_device, work=work_on_device)
 
 
 def _sort_and_cut(token_slots: Ints) -> tuple[int, npt.NDArray[np.int32], npt.NDArray[np.int32]]:
@@ -70,10 +70,10 @@ def _sort_and_cut(token_slots: Ints) -> tuple[int, npt.NDArray[np.int32], npt.ND
     return slots, order.astype(np.int32), np.array(work, dtype=np.int32).reshape(-1, 3)
 
 
-def plan_lora_for_capture(num_tokens: int, num_slots: int, like: Tensor) -> Plan:
+def plan_lora_for_capture(num_tokens: int, num_slots: int, like: Tensor) -> LoraPlan:
     """LoRA plan for CUDA graphs, for any adapters, in static buffers that `update_static_lora_inputs` fills."""
     most_chunks = num_tokens // CHUNK + min(num_slots, num_tokens)  # each slot may end in a chunk that is not full
-    return Plan(
+    return LoraPlan(
         slots=(1 << num_slots) - 1,
         order=torch.zeros(num_tokens, dtype=torch.int32, device=like.device),
         work=torch.zeros(most_chunks, 3, dtype=torch.int32, device=like.device),
@@ -81,7 +81,7 @@ def plan_lora_for_capture(num_tokens: int, num_slots: int, like: Tensor) -> Plan
     )
 
 
-def update_static_lora_inputs(plan: Plan, token_slots: Ints) -> None:
+def update_static_lora_inputs(plan: LoraPlan, token_slots: Ints) -> None:
     """Copy the slots of a step's tokens into a captured plan."""
     _, step_order, step_work = _sort_and_cut(token_slots)
     order, work = np.zeros(plan.order.shape, dtype=np.int32), np.zeros(plan.work.shape, dtype=np.int32)
@@ -92,7 +92,7 @@ def update_static_lora_inputs(plan: Plan, token_slots: Ints) -> None:
     plan.work.copy_(new_work)
 
 
-def add_lora(x: Tensor, y: Tensor, weights: LoraWeights, plan: Plan) -> None:
+def add_lora(x: Tensor, y: Tensor, weights: LoraWeights, plan: LoraPlan) -> None:
     """y += the LoRA output of each token's adapter, in place. x: (T, in)  y: (T, out)."""
     if not plan.repeats and not weights.slots & plan.slots:
         return  # none of the step's adapters changes this layer

@@ -21,7 +21,7 @@ from torch import Tensor
 from slipway_runtime.kernels import ordered_plan
 from slipway_runtime.kernels import paged_attention as shared
 from slipway_runtime.kernels.attention_plan import ChunkTile
-from slipway_runtime.kernels.ordered_plan import Plan
+from slipway_runtime.kernels.ordered_plan import AttentionPlan
 from slipway_runtime.kernels.paged_attention import LOG2_E, LOWEST, NO_WINDOW, attend, store_partial
 from slipway_runtime.kernels.reference_attention import Scoring
 
@@ -34,7 +34,7 @@ def paged_attention(
     q: Tensor,
     kv: Tensor,
     cache: Tensor,
-    plan: Plan,
+    plan: AttentionPlan,
     scale: float,
     window: int | None = None,
     scoring: Scoring | None = None,

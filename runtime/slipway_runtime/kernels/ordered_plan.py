@@ -35,7 +35,7 @@ NO_TOKEN = -1  # in place of a token: nothing is merged
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AttentionPlan:
     """Attention plan of one step. C chunks: every row, be its new tokens one or many."""
 
     lengths: Tensor  # (C,) past and new tokens
@@ -61,11 +61,13 @@ class Plan:
         return self._work[tile]
 
 
-def plan_attention(num_computed: Ints, num_new: Ints, block_tables: Ints, block_size: int, like: Tensor) -> Plan:
+def plan_attention(
+    num_computed: Ints, num_new: Ints, block_tables: Ints, block_size: int, like: Tensor
+) -> AttentionPlan:
     """Make the attention plan of a step, shared by all layers. `like`: device."""
     lengths, starts = num_computed + num_new, np.concatenate((np.zeros(1, dtype=np.int64), num_new.cumsum()))
     on_device = upload([array.astype(np.int32) for array in (lengths, block_tables, starts)], like.device)
-    return Plan(on_device[0], on_device[1], on_device[2], num_new, lengths, block_size)
+    return AttentionPlan(on_device[0], on_device[1], on_device[2], num_new, lengths, block_size)
 
 
 def divide(new: Ints, lengths: Ints, tile: ChunkTile) -> tuple[Ints, Ints, int]:
@@ -102,10 +104,10 @@ def programs_of_a_row(rows: int, splits: int, kv_heads: int) -> int:
     return min(splits, -(-2 * CHUNK_PROGRAMS // (rows * kv_heads)))
 
 
-def plan_for_capture(num_rows: int, max_model_len: int, block_size: int, like: Tensor) -> Plan:
+def plan_for_capture(num_rows: int, max_model_len: int, block_size: int, like: Tensor) -> AttentionPlan:
     """Plan for CUDA graphs: one new token a row, static buffers that `update_static_inputs` fills, fixed launches."""
     nothing = np.zeros(0, dtype=np.int64)
-    return Plan(
+    return AttentionPlan(
         lengths=torch.zeros(num_rows, dtype=torch.int32, device=like.device),
         tables=torch.zeros(num_rows, -(-max_model_len // block_size), dtype=torch.int32, device=like.device),
         chunk_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=like.device),
@@ -116,7 +118,7 @@ def plan_for_capture(num_rows: int, max_model_len: int, block_size: int, like: T
     )
 
 
-def first_rows(plan: Plan, num_rows: int) -> Plan:
+def first_rows(plan: AttentionPlan, num_rows: int) -> AttentionPlan:
     """A captured plan for fewer rows, in the same buffers: only one of the plans may be in use at a time."""
     return replace(
         plan,
@@ -137,7 +139,9 @@ def chunk_capacity(num_tokens: int, max_num_seqs: int) -> ChunkCapacity:
     )
 
 
-def with_chunks(plan: Plan, capacity: ChunkCapacity, starts: Tensor, work: Tensor, merges: Tensor) -> Plan:
+def with_chunks(
+    plan: AttentionPlan, capacity: ChunkCapacity, starts: Tensor, work: Tensor, merges: Tensor
+) -> AttentionPlan:
     """A captured plan for a step with chunks, in the row buffers of `plan`, with the programs of `pack_chunks`."""
     return replace(
         first_rows(plan, capacity.rows),

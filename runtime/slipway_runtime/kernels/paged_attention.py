@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipway_runtime.kernels import kv_pages, tiles
-from slipway_runtime.kernels.attention_plan import DECODE_PROGRAMS, MAX_CHUNK_SPLITS, ChunkTile, Plan
+from slipway_runtime.kernels.attention_plan import DECODE_PROGRAMS, MAX_CHUNK_SPLITS, AttentionPlan, ChunkTile
 from slipway_runtime.kernels.reference_attention import Scoring
 
 __all__ = ["chunk_tile", "paged_attention"]
@@ -45,7 +45,7 @@ def paged_attention(
     q: Tensor,
     kv: Tensor,
     cache: Tensor,
-    plan: Plan,
+    plan: AttentionPlan,
     scale: float,
     window: int | None = None,
     scoring: Scoring | None = None,
@@ -72,7 +72,7 @@ def chunk_tile(q: Tensor, cache: Tensor, block_size: int) -> ChunkTile:
 
 
 def _launch_decode(
-    q: Tensor, cache: Tensor, plan: Plan, scale: float, window: int, scoring: Scoring | None, out: Tensor
+    q: Tensor, cache: Tensor, plan: AttentionPlan, scale: float, window: int, scoring: Scoring | None, out: Tensor
 ) -> None:
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = cache.shape[2]
@@ -101,7 +101,7 @@ def _launch_decode(
 
 
 def _launch_extend(
-    q: Tensor, cache: Tensor, plan: Plan, scale: float, window: int, scoring: Scoring | None, out: Tensor
+    q: Tensor, cache: Tensor, plan: AttentionPlan, scale: float, window: int, scoring: Scoring | None, out: Tensor
 ) -> None:
     """Launch the extend kernel for the chunks of a step. q, out: of all tokens."""
     num_heads, head_dim = q.shape[1:]

@@ -82,7 +82,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AttentionPlan:
     """Attention plan of one step, shared by all layers. `memo` keeps results of the first layer for the next ones."""
 
     groups: tuple[DecodeGroup, ...]
@@ -92,7 +92,9 @@ class Plan:
     memo: dict[tuple[object, ...], Tensor | tuple[Tensor, ...] | None] = field(default_factory=dict)
 
 
-def plan_attention(num_computed: Ints, num_new: Ints, block_tables: Ints, block_size: int, like: Tensor) -> Plan:
+def plan_attention(
+    num_computed: Ints, num_new: Ints, block_tables: Ints, block_size: int, like: Tensor
+) -> AttentionPlan:
     """Make the attention plan of a step, shared by all layers. Rows of one new token first. `like`: dtype, device."""
     ends = np.cumsum(num_new)
     num_decodes = int(np.count_nonzero(num_new == 1))
@@ -119,14 +121,14 @@ def plan_attention(num_computed: Ints, num_new: Ints, block_tables: Ints, block_
             tokens = None if everything else torch.from_numpy(members).to(like.device)
             own = lengths[members]
             groups.append(DecodeGroup(tokens, tables(members, int(own.max())), own))
-    return Plan(tuple(groups), tuple(chunks), block_size, like)
+    return AttentionPlan(tuple(groups), tuple(chunks), block_size, like)
 
 
 def paged_attention(
     q: Tensor,
     kv: Tensor,
     cache: Tensor,
-    plan: Plan,
+    plan: AttentionPlan,
     scale: float,
     window: int | None = None,
     scoring: Scoring | None = None,
@@ -150,7 +152,7 @@ def paged_attention(
 
 
 def _decode(
-    q: Tensor, cache: Tensor, plan: Plan, index: int, scale: float, window: int | None, scoring: Scoring | None
+    q: Tensor, cache: Tensor, plan: AttentionPlan, index: int, scale: float, window: int | None, scoring: Scoring | None
 ) -> Tensor:
     """q: (B, Hq, D) -> (B, Hkv, G, D)."""
     group, num_kv_heads = plan.groups[index], cache.shape[2]
@@ -188,7 +190,7 @@ def _extend(
     q: Tensor,
     kv: Tensor,
     cache: Tensor,
-    plan: Plan,
+    plan: AttentionPlan,
     index: int,
     scale: float,
     window: int | None,
@@ -227,7 +229,7 @@ def _extend(
         )
 
 
-def gather(cache: Tensor, blocks: Tensor, like: Tensor, plan: Plan, key: tuple[object, ...]) -> Tensor:
+def gather(cache: Tensor, blocks: Tensor, like: Tensor, plan: AttentionPlan, key: tuple[object, ...]) -> Tensor:
     """Keys and values of block tables. blocks: (B, n) -> (2, B, Hkv, n * page, D) in the type of `like`.
 
     The result is overwritten by the next gather of the same plan.

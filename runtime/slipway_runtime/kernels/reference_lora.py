@@ -125,7 +125,7 @@ class MixedAdapterGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoraPlan:
     """LoRA plan of one step, shared by all layers: groups of tokens by adapter slot."""
 
     slots: int  # bit s: any token has slot s
@@ -133,7 +133,7 @@ class Plan:
     mixed: MixedAdapterGroup | None
 
 
-def plan_lora(token_slots: Ints, num_slots: int, like: Tensor, *, tile: int = 0) -> Plan:
+def plan_lora(token_slots: Ints, num_slots: int, like: Tensor, *, tile: int = 0) -> LoraPlan:
     """Group the tokens of a step by slot; -1: no adapter. `like`: device.
 
     tile: rows of every matrix product; 0: any. With tiles a token's result does not depend on the rest of the batch.
@@ -141,12 +141,12 @@ def plan_lora(token_slots: Ints, num_slots: int, like: Tensor, *, tile: int = 0)
     used, counts = np.unique(token_slots[token_slots >= 0], return_counts=True)
     bits = sum(1 << int(slot) for slot in used)
     if tile:
-        return Plan(bits, tuple(_tiles(token_slots, used, tile, like)), None)
+        return LoraPlan(bits, tuple(_tiles(token_slots, used, tile, like)), None)
     few = used if len(used) <= FEW else used[counts >= ALONE]
     single = tuple(SingleAdapterGroup(int(slot), _tokens(np.flatnonzero(token_slots == slot), like)) for slot in few)
     rest = np.setdiff1d(used, few)
     if not len(rest):
-        return Plan(bits, single, None)
+        return LoraPlan(bits, single, None)
     members = np.flatnonzero(np.isin(token_slots, rest))
     others = np.arange(num_slots)[None, :] != token_slots[members, None]
     mixed = MixedAdapterGroup(
@@ -154,7 +154,7 @@ def plan_lora(token_slots: Ints, num_slots: int, like: Tensor, *, tile: int = 0)
         tokens=None if len(members) == len(token_slots) else torch.from_numpy(members).to(like.device),
         others=torch.from_numpy(others[:, None, :]).to(like.device),
     )
-    return Plan(bits, single, mixed)
+    return LoraPlan(bits, single, mixed)
 
 
 def _tokens(members: Ints, like: Tensor) -> slice | Tensor:
@@ -173,7 +173,7 @@ def _tiles(token_slots: Ints, used: Ints, tile: int, like: Tensor) -> list[Singl
     return found
 
 
-def add_lora(x: Tensor, y: Tensor, weights: LoraWeights, plan: Plan) -> None:
+def add_lora(x: Tensor, y: Tensor, weights: LoraWeights, plan: LoraPlan) -> None:
     """y += the LoRA output of each token's adapter, in place. x: (T, in)  y: (T, out)."""
     if not weights.slots & plan.slots:
         return  # none of the step's adapters changes this layer

@@ -16,7 +16,7 @@ from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import ModelConfig
 from slipway_runtime.models.layer_loader import LayerLoader
 from slipway_runtime.models.quantized_checkpoint import WeightReader, parse_quantization
-from slipway_runtime.models.sharding import WHOLE, Share
+from slipway_runtime.models.sharding import WHOLE, Shard
 
 log = structlog.get_logger()
 
@@ -34,7 +34,7 @@ class Decoder:
         *,
         vocab_size: int,
         logit_softcap: float | None = None,
-        share: Share = WHOLE,
+        share: Shard = WHOLE,
     ) -> None:
         """head: lm_head, or this rank's share of it; None: this decoder computes no logits."""
         self.vocab_size = vocab_size
@@ -87,7 +87,7 @@ def load_decoder(
     device: torch.device,
     make_matmul: MakeMatmul = Dense,
     make_head: MakeMatmul = Dense,
-    share: Share = WHOLE,
+    share: Shard = WHOLE,
     *,
     scores_tokens: bool = True,
     make_router: MakeMatmul = Dense,

@@ -33,7 +33,7 @@ from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import ModelConfig
 from slipway_runtime.models.config_values import ModelRefusedError
 from slipway_runtime.models.quantized_checkpoint import WeightReader
-from slipway_runtime.models.sharding import InputCut, Share, part_of
+from slipway_runtime.models.sharding import InputCut, Shard, part_of
 
 GROUP: Final = 32  # columns that share a scale in MXFP4
 TILE_COLUMNS: Final = 64  # that the grouped product takes at a time: BLOCK_K of `kernels.experts`
@@ -49,7 +49,7 @@ def load_experts(
     *,
     make_matmul: MakeMatmul,
     make_router: MakeMatmul,
-    share: Share,
+    share: Shard,
     cut: InputCut,
 ) -> ExpertsMlp:
     """Load the MoE MLP of the layer whose tensor names begin with `prefix`."""
@@ -126,7 +126,7 @@ def _deinterleave_rows(inner: int, own: slice, device: torch.device) -> Tensor:
     return torch.cat((torch.arange(0, 2 * inner, 2)[own], torch.arange(1, 2 * inner, 2)[own])).to(device)
 
 
-def _biases_of_gpt_oss(config: ModelConfig, checkpoint: Checkpoint, prefix: str, share: Share) -> tuple[Tensor, Tensor]:
+def _biases_of_gpt_oss(config: ModelConfig, checkpoint: Checkpoint, prefix: str, share: Shard) -> tuple[Tensor, Tensor]:
     """Of all experts of a layer: (E, 2I) and (E, H)."""
     assert config.experts is not None
     count, inner, hidden = config.experts.count, config.experts.intermediate_size, config.hidden_size
@@ -210,7 +210,7 @@ class LayerLoader:
         *,
         make_matmul: MakeMatmul,
         make_router: MakeMatmul,
-        share: Share,
+        share: Shard,
     ) -> None:
         self._config = config
         self._own = part_of(config, share.size)

@@ -36,7 +36,7 @@ Gather = Callable[[Tensor], Tensor]  # all-gather: (R, n) of each rank -> (R, si
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Shard:
     """One rank's share of everything that is split over the ranks."""
 
     rank: int = 0
@@ -62,13 +62,13 @@ class Share:
         return self.gather(F.pad(own, (0, missing)) if missing else own)[:, :count]
 
 
-WHOLE = Share()
+WHOLE = Shard()
 
 
 class InputCut:
     """Cuts matrices by inputs for a rank, and counts those whose codes cannot be cut. Threads may share it."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: Shard) -> None:
         self._share = share
         self._numbers: list[int] = []  # bytes of each matrix that would be codes on a device that has all of it
 

@@ -7,7 +7,7 @@ admitted sequence gets a row, a slot for its adapter, and blocks for all of its 
 from enum import Enum, auto
 from typing import NamedTuple
 
-from slipway_runtime.scheduling.adapter import BASE_SLOT
+from slipway_runtime.scheduling.adapter_state import BASE_SLOT
 from slipway_runtime.scheduling.block_pool import NULL_BLOCK, BlockPool
 from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.request_table import RequestTable

@@ -17,14 +17,15 @@
 - A request that gets no slot is skipped. After `CLAIM_AFTER` attempts its adapter claims a place: of the adapters in
   the way, the one with the fewest requests starts no request younger than the claimant. So no adapter starves.
 
-engine/adapters.py reads the files and holds the host copies; this says which (`take_wanted`, `take_dropped`). Pure.
+engine/adapter_loader.py reads the files and holds the host copies; this says which (`take_wanted`, `take_dropped`).
+Pure.
 """
 
 from collections.abc import Iterable
 from typing import Final, Protocol
 
 from slipway_runtime.messages import AdapterLoad, AdapterState, AdapterStatus
-from slipway_runtime.scheduling.adapter import (
+from slipway_runtime.scheduling.adapter_state import (
     BASE_SLOT,
     Adapter,
     choose_victim,

@@ -11,7 +11,7 @@ from starlette.responses import Response
 import slipway_api
 from slipway_api.anthropic_models import anthropic_model, anthropic_model_list, asks_as_anthropic
 from slipway_runtime.messages import AdapterState
-from slipway_runtime.server.adapters import Adapter
+from slipway_runtime.server.adapter_registry import NamedAdapter
 from slipway_runtime.server.bodies import read_body
 from slipway_runtime.server.errors import ApiError, unknown_model
 from slipway_runtime.server.openai_types import DetokenizeRequest, TokenizeRequest
@@ -72,7 +72,7 @@ def _card(replica: Replica, model: LoadedModel) -> dict[str, Any]:
     }
 
 
-def _adapter_card(replica: Replica, model: LoadedModel, adapter: Adapter) -> dict[str, Any]:
+def _adapter_card(replica: Replica, model: LoadedModel, adapter: NamedAdapter) -> dict[str, Any]:
     """OpenAI's model object of an adapter, with its address and its base model."""
     root = shown(adapter.uri).removeprefix("file://")
     root = normpath(root) if root.startswith("/") else root

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
 from slipway_runtime.messages import AdapterState
-from slipway_runtime.server.adapters import AdapterRegistry
+from slipway_runtime.server.adapter_registry import AdapterRegistry
 from slipway_runtime.server.bodies import RequestBody, read_body
 from slipway_runtime.server.errors import ApiError, unknown_adapter
 from slipway_runtime.server.replica import Replica

@@ -34,7 +34,7 @@ from slipway_api.runtime_api import (
     State,
 )
 from slipway_runtime.messages import EngineFacts, EngineStats
-from slipway_runtime.server.adapters import AdapterRegistry
+from slipway_runtime.server.adapter_registry import AdapterRegistry
 from slipway_runtime.server.errors import ApiError, unavailable
 from slipway_runtime.server.metrics import longest_queues
 from slipway_runtime.server.model_choice import ModelChoice

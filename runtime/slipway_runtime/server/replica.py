@@ -37,7 +37,7 @@ import structlog
 from slipway_api.runtime_api import DrainStatus, Health, Ready, ReadyReason, Signals, StartupTimes
 from slipway_runtime.engine.client import EngineClient, EngineDead
 from slipway_runtime.messages import EngineStats, FinishReason, Sleep, WakeUp
-from slipway_runtime.server.adapters import AdapterRegistry
+from slipway_runtime.server.adapter_registry import AdapterRegistry
 from slipway_runtime.server.errors import ApiError, unavailable, unknown_model
 from slipway_runtime.server.metrics import Metrics
 from slipway_runtime.server.prompt import PromptEncoder

@@ -13,7 +13,7 @@ from slipway_runtime.kernels.upload import Download, Ints
 from slipway_runtime.layers.attention import StepContext
 from slipway_runtime.messages import SchedulerOutput, StepResult
 from slipway_runtime.models.decoder import Decoder
-from slipway_runtime.worker.adapters import AdapterSlots
+from slipway_runtime.worker.adapter_slots import AdapterSlots
 from slipway_runtime.worker.capture import Capture, StepHidden
 from slipway_runtime.worker.graphs import StepGraphs
 from slipway_runtime.worker.host_arena import HostArena

@@ -9,7 +9,7 @@ from slipway_runtime.engine.build import build_engine
 from slipway_runtime.engine.engine import Engine
 from slipway_runtime.engine.grammar import GrammarCompiler
 from slipway_runtime.messages import Grammar, LoadAdapter, Output
-from slipway_runtime.models.adapters import adapter_digest
+from slipway_runtime.models.adapter_weights import adapter_digest
 from tests.runtime.adapter_folders import an_adapter
 from tests.runtime.checkpoints import a_checkpoint
 

@@ -13,7 +13,7 @@ from slipway_runtime.engine.decide import decide
 from slipway_runtime.engine.engine import Engine
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.messages import FinishReason, LoadAdapter, Output, Reply, Request, SamplingParams, UnloadAdapter
-from slipway_runtime.models.adapters import adapter_digest, slot_bytes
+from slipway_runtime.models.adapter_weights import adapter_digest, slot_bytes
 from slipway_runtime.scheduling.block_pool import BlockPool
 from tests.runtime.adapter_folders import ATTENTION, an_adapter, merged
 from tests.runtime.checkpoints import a_checkpoint, greedy

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from slipway_runtime.engine.build import build_engine
 from slipway_runtime.engine.ranks import RankDiedError, SharedSleeper, SharedSlots
 from slipway_runtime.messages import LoadAdapter, Reply, Sleep, UnloadAdapter, WakeUp
-from slipway_runtime.models.adapters import adapter_digest, read_adapter, slot_bytes
+from slipway_runtime.models.adapter_weights import adapter_digest, read_adapter, slot_bytes
 from slipway_runtime.models.config import read_config
-from slipway_runtime.models.sharding import Share, part_of
+from slipway_runtime.models.sharding import Shard, part_of
 from tests.runtime.adapter_folders import ATTENTION, an_adapter, merged
 from tests.runtime.checkpoints import a_checkpoint, greedy
 from tests.runtime.engine import test_embeddings
@@ -67,7 +67,7 @@ def test_a_rank_holds_its_share_of_an_adapter_and_no_more(base):
     config = read_config(path)
     whole, first, second = (
         read_adapter(folders["a"], config, max_rank=4, dtype=torch.float32, share=share)
-        for share in (Share(), Share(0, 2), Share(1, 2))
+        for share in (Shard(), Shard(0, 2), Shard(1, 2))
     )
     assert first.digest == second.digest == whole.digest
     assert first.bytes == second.bytes == slot_bytes(part_of(config, 2), 4, 4)

@@ -14,7 +14,7 @@ from slipway_runtime.engine.launch import EngineProcess
 from slipway_runtime.engine.loop import EngineThread
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.messages import EngineStats, FinishReason, Grammar, LoadAdapter, Request, SamplingParams
-from slipway_runtime.models.adapters import adapter_digest
+from slipway_runtime.models.adapter_weights import adapter_digest
 from tests.runtime.engine.everything import GRAMMAR, Model, a_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

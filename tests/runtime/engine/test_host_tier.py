@@ -16,7 +16,7 @@ from slipway_runtime.messages import (
     UnloadAdapter,
     WakeUp,
 )
-from slipway_runtime.models.adapters import adapter_digest
+from slipway_runtime.models.adapter_weights import adapter_digest
 from slipway_runtime.models.config import DoesNotFitError
 from tests.runtime.adapter_folders import an_adapter
 from tests.runtime.checkpoints import a_checkpoint

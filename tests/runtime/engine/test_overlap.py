@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipway_runtime.engine.engine import Engine, OverlappedEngine, Worker, launching
+from slipway_runtime.engine.engine import Engine, LaunchThread, OverlappedEngine, launching
 from slipway_runtime.messages import FinishReason, Request, SamplingParams, SchedulerOutput, StepResult
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.scheduler import Scheduler
@@ -54,7 +54,7 @@ def play(engine: Engine, seed: int, requests: int = 8) -> dict[str, list[int]]:
 @given(seed=st.integers(0, 10_000), blocks=st.integers(16, 40))
 def test_both_loops_tell_the_same(seed: int, blocks: int):
     plain = Engine(a_scheduler(blocks), PaperWorker(4).execute, FACTS)
-    overlapped = OverlappedEngine(a_scheduler(blocks), Worker(launching(PaperWorker(4).execute)), FACTS)
+    overlapped = OverlappedEngine(a_scheduler(blocks), LaunchThread(launching(PaperWorker(4).execute)), FACTS)
     assert play(plain, seed) == play(overlapped, seed)
 
 
@@ -79,7 +79,7 @@ def test_the_next_plan_is_made_while_a_step_is_computed():
         return worker.execute(plan)
 
     scheduler.schedule = watched  # type: ignore[method-assign]
-    engine = OverlappedEngine(scheduler, Worker(launching(execute)), FACTS)
+    engine = OverlappedEngine(scheduler, LaunchThread(launching(execute)), FACTS)
     engine.add(Request(id="a", prompt_token_ids=(1, 2), params=SamplingParams(max_tokens=6), arrived=0.0), 0.0)
     text: list[int] = []
     while engine.has_work:
@@ -107,7 +107,7 @@ def test_a_step_is_launched_before_the_result_of_the_last_one_is_there():
 
         return read
 
-    engine = OverlappedEngine(a_scheduler(), Worker(launch), FACTS)
+    engine = OverlappedEngine(a_scheduler(), LaunchThread(launch), FACTS)
     engine.add(Request(id="a", prompt_token_ids=(1, 2), params=SamplingParams(max_tokens=6), arrived=0.0), 0.0)
     text: list[int] = []
     while engine.has_work:
@@ -120,7 +120,7 @@ def test_what_the_worker_raises_ends_the_loop():
     def broken(plan: SchedulerOutput) -> StepResult:
         raise RuntimeError("no more memory")
 
-    engine = OverlappedEngine(a_scheduler(), Worker(launching(broken)), FACTS)
+    engine = OverlappedEngine(a_scheduler(), LaunchThread(launching(broken)), FACTS)
     engine.add(Request(id="a", prompt_token_ids=(1,), params=SamplingParams(max_tokens=2), arrived=0.0), 0.0)
     with pytest.raises(RuntimeError, match="no more memory"):
         engine.step(0.0)
@@ -150,7 +150,7 @@ def test_the_cost_of_the_scheduler_is_measured_apart_from_the_computation(kind: 
     assert 0 < engine.step(0.0).stats.schedule_seconds < 10
 
 
-class Inline(Worker):
+class Inline(LaunchThread):
     """A worker whose result is computed when it is waited for."""
 
     def __init__(self, execute) -> None:

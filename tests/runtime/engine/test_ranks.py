@@ -37,7 +37,7 @@ from slipway_runtime.messages import (
 )
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import ModelRefusedError
-from slipway_runtime.models.sharding import Share
+from slipway_runtime.models.sharding import Shard
 from slipway_runtime.worker.collective import Collective
 from slipway_runtime.worker.runner import Runner
 from tests.runtime.checkpoints import a_checkpoint, greedy
@@ -146,7 +146,7 @@ def test_the_process_of_a_rank_takes_the_gpu_of_its_number_before_it_touches_one
 
     class EnoughError(Exception): ...
 
-    def load(plan: EnginePlan, kernels: object, share: Share) -> None:
+    def load(plan: EnginePlan, kernels: object, share: Shard) -> None:
         events.extend([("load", plan.device), ("share", share.rank, share.size)])
         raise EnoughError
 

@@ -30,12 +30,12 @@ from slipway_runtime.kernels import (
 from slipway_runtime.kernels.dispatch import Kernels, capturable
 from slipway_runtime.layers.lora import LoraBank
 from slipway_runtime.messages import AdapterLoad, NewSequence, SamplingParams, SchedulerOutput
-from slipway_runtime.models.adapters import HostAdapter
+from slipway_runtime.models.adapter_weights import HostAdapter
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import DoesNotFitError, read_config
 from slipway_runtime.models.decoder import load_decoder
 from slipway_runtime.worker import capture
-from slipway_runtime.worker.adapters import AdapterSlots
+from slipway_runtime.worker.adapter_slots import AdapterSlots
 from slipway_runtime.worker.capture import Capture, CapturedGraph, CudaCapture, StepHidden
 from slipway_runtime.worker.graphs import StepGraphs, batch_sizes
 from slipway_runtime.worker.inputs import HostInputs

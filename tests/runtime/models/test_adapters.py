@@ -20,7 +20,7 @@ from slipway_runtime.models.adapter_files import (
     parse_adapter_config,
     read_adapter_config,
 )
-from slipway_runtime.models.adapters import HostAdapter, lora_modules, read_adapter
+from slipway_runtime.models.adapter_weights import HostAdapter, lora_modules, read_adapter
 from slipway_runtime.models.config import read_config
 from tests.runtime.adapter_folders import an_adapter, write_adapter
 from tests.runtime.checkpoints import a_checkpoint

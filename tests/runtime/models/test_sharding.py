@@ -12,7 +12,7 @@ from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import ModelRefusedError, read_config
 from slipway_runtime.models.decoder import load_decoder
 from slipway_runtime.models.quantized_checkpoint import WeightReader, parse_quantization
-from slipway_runtime.models.sharding import Share, part_of
+from slipway_runtime.models.sharding import Shard, part_of
 from tests.runtime.checkpoints import a_checkpoint
 from tests.runtime.machine import CPU, TINY, Machine, Stretch
 from tests.runtime.models.test_quantized_checkpoint import FORMATS, a_quantized_checkpoint
@@ -180,12 +180,12 @@ def test_ranks_have_the_rows_or_the_columns_of_the_whole_matrix_and_nothing_twic
     a_checkpoint(tmp_path, attention_bias=True, mlp_bias=True)
     config = read_config(tmp_path)
 
-    def load(share: Share) -> list[list[tuple[torch.Tensor, torch.Tensor | None]]]:
+    def load(share: Shard) -> list[list[tuple[torch.Tensor, torch.Tensor | None]]]:
         with Checkpoint(tmp_path, torch.float32, CPU) as checkpoint:
             decoder = load_decoder(config, checkpoint, None, 100, torch.float32, CPU, share=share)  # type: ignore[arg-type]
         return [[(linear.matmul.weight, linear.bias) for linear in layer.linears] for layer in decoder.layers]
 
-    for whole, *ranks in zip(load(Share()), load(Share(0, 2)), load(Share(1, 2)), strict=True):
+    for whole, *ranks in zip(load(Shard()), load(Shard(0, 2)), load(Shard(1, 2)), strict=True):
         for (weight, bias), *parts in zip(whole, *ranks, strict=True):
             weights, biases = [part for part, _ in parts], [own for _, own in parts]
             if weights[0].shape[1] < weight.shape[1]:

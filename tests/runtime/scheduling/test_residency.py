@@ -5,7 +5,7 @@ import random
 import pytest
 
 from slipway_runtime.messages import AdapterState, FinishReason
-from slipway_runtime.scheduling.adapter import Adapter
+from slipway_runtime.scheduling.adapter_state import Adapter
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.eviction import LrfuOrder
 from slipway_runtime.scheduling.residency import CLAIM_AFTER, LeastPopular

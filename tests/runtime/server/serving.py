@@ -21,7 +21,7 @@ from slipway_runtime.engine.client import EngineClient, QueueLimits
 from slipway_runtime.engine.engine import Engine
 from slipway_runtime.engine.loop import EngineThread
 from slipway_runtime.messages import EngineFacts, EngineStats, FinishReason, Message, Request, StepReport
-from slipway_runtime.server.adapters import AdapterRegistry, AdapterSource
+from slipway_runtime.server.adapter_registry import AdapterRegistry, AdapterSource
 from slipway_runtime.server.app import admin_app, listening, serving_app
 from slipway_runtime.server.metrics import Metrics
 from slipway_runtime.server.model_choice import ModelChoice

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from slipway_runtime.server import adapters
+from slipway_runtime.server import adapter_registry
 from slipway_runtime.server.errors import ApiError
 from tests.runtime.adapter_folders import an_adapter
 from tests.runtime.server.serving import TINY, Running, a_replica
@@ -146,7 +146,7 @@ async def test_hosts_that_send_nothing_stop_neither_other_work_of_threads_nor_th
 async def test_a_load_that_takes_too_long_is_given_up_and_its_files_are_released(
     folders: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(adapters, "FETCH_SECONDS", 0.05)
+    monkeypatch.setattr(adapter_registry, "FETCH_SECONDS", 0.05)
     go_on, released = threading.Event(), threading.Event()
 
     def fetch(_uri: str) -> Path:

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
 from slipway_api.runtime_api import AdapterList, BootList, LoadAdapterRequest, StartupTimes
-from slipway_runtime.server.adapters import AdapterSource
+from slipway_runtime.server.adapter_registry import AdapterSource
 from slipway_runtime.server.boot import load_adapters, load_boot_list, read_boot_list
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.settings import BootAdapter

@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.layers.lora import LoraBank
 from slipway_runtime.messages import AdapterLoad, NewSequence, SamplingParams, SchedulerOutput
-from slipway_runtime.models.adapters import read_adapter
+from slipway_runtime.models.adapter_weights import read_adapter
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import read_config
 from slipway_runtime.models.decoder import load_decoder
-from slipway_runtime.worker.adapters import AdapterSlots
+from slipway_runtime.worker.adapter_slots import AdapterSlots
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
 from slipway_runtime.worker.runner import Runner
 from tests.runtime.adapter_folders import ATTENTION, an_adapter, merged
@@ -234,7 +234,7 @@ def test_an_emptied_slot_computes_nothing(tmp_path):
 
 
 def test_slots_cost_what_the_planner_is_told(tmp_path):
-    from slipway_runtime.models.adapters import slot_bytes
+    from slipway_runtime.models.adapter_weights import slot_bytes
 
     mix = a_mix(tmp_path, max_rank=8)
     assert mix.runner.adapters is not None

@@ -13,7 +13,7 @@ from slipway_runtime.kernels.dispatch import LoraPlan
 from slipway_runtime.kernels.upload import Ints
 from slipway_runtime.layers.lora import LoraBank
 from slipway_runtime.messages import SchedulerOutput
-from slipway_runtime.models.adapters import HostAdapter
+from slipway_runtime.models.adapter_weights import HostAdapter
 
 
 class AdapterSlots:

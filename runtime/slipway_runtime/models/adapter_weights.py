@@ -27,7 +27,7 @@ from slipway_runtime.models.adapter_files import (
     refuse_modules,
 )
 from slipway_runtime.models.config import ModelConfig
-from slipway_runtime.models.sharding import WHOLE, Share
+from slipway_runtime.models.sharding import WHOLE, Shard
 
 __all__ = ["AdapterRefusedError", "HostAdapter", "adapter_digest", "lora_modules", "read_adapter", "slot_bytes"]
 
@@ -80,7 +80,7 @@ def read_adapter(
     digest: str = "",
     base_digest: Callable[[], str] | None = None,
     pin_memory: bool = False,
-    share: Share = WHOLE,
+    share: Shard = WHOLE,
 ) -> HostAdapter:
     """Read and check the adapter in the directory `path`. Blocks: call it outside of the step loop's thread.
 

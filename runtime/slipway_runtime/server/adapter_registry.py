@@ -155,7 +155,7 @@ class Base(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adapter:
+class NamedAdapter:
     """The adapter of a name: its address, digest and state."""
 
     name: str
@@ -186,8 +186,8 @@ class AdapterRegistry:
         # Threads of their own: slow hosts must not stop the other work of threads, nor clients' loads the operator's.
         self._threads = ThreadPoolExecutor(FETCH_THREADS, "adapter")
         self._client_threads = ThreadPoolExecutor(FETCH_THREADS, "client adapter")
-        self._named: dict[str, Adapter] = {}
-        self._going: dict[str, tuple[Adapter, asyncio.Task[Reply]]] = {}  # by digest: being unloaded
+        self._named: dict[str, NamedAdapter] = {}
+        self._going: dict[str, tuple[NamedAdapter, asyncio.Task[Reply]]] = {}  # by digest: being unloaded
         # By name, while in use: whoever waits for a lock keeps it, so a name never has two.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._contents: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by digest, while in use
@@ -197,7 +197,7 @@ class AdapterRegistry:
 
     # --- queries
 
-    def find(self, name: str) -> Adapter | None:
+    def find(self, name: str) -> NamedAdapter | None:
         """The adapter of a name, given with or without the namespace before it."""
         return self._named.get(name) or self._named.get(name.removeprefix(f"{self._base.namespace}/"))
 
@@ -206,7 +206,7 @@ class AdapterRegistry:
         wanted = set(digests)
         return tuple(sorted(a.name for a in self._named.values() if a.digest in wanted))
 
-    def all(self) -> list[Adapter]:
+    def all(self) -> list[NamedAdapter]:
         """All adapters that have a name, in the order of their names."""
         return [self._named[name] for name in sorted(self._named)]
 
@@ -221,7 +221,7 @@ class AdapterRegistry:
         adapter = self._named[name]
         return self._info(adapter, next((s for s in self._engine.adapters if s.digest == adapter.digest), None))
 
-    def _info(self, adapter: Adapter, status: AdapterStatus | None) -> AdapterInfo:
+    def _info(self, adapter: NamedAdapter, status: AdapterStatus | None) -> AdapterInfo:
         state = adapter.state
         if status is not None and state is AdapterState.HOST:
             state = status.state
@@ -253,14 +253,14 @@ class AdapterRegistry:
         credentials: Mapping[str, str] | None = None,
         replaces: bool = True,
         from_client: bool = False,
-    ) -> Adapter:
+    ) -> NamedAdapter:
         """Load the adapter under this name; returns when requests for it are answered. `version` is only reported back.
 
         Raises ApiError: 400 for an invalid name or address, content with another digest than `digest`, or an adapter
         that the engine refuses; 404 where the address has no adapter; 409 for other content unless `replaces`.
         """
         self._check(name)
-        wanted = Adapter(name=name, uri=uri, pinned=pinned, version=version)
+        wanted = NamedAdapter(name=name, uri=uri, pinned=pinned, version=version)
         self._named.setdefault(name, wanted)
         lock = self._locks.setdefault(name, asyncio.Lock())
         async with lock:
@@ -303,8 +303,8 @@ class AdapterRegistry:
             self._threads.submit(self._source.release, fetching.result())
 
     async def _load(
-        self, before: Adapter, wanted: Adapter, fetched: FetchedAdapter, expected: str, replaces: bool
-    ) -> Adapter:
+        self, before: NamedAdapter, wanted: NamedAdapter, fetched: FetchedAdapter, expected: str, replaces: bool
+    ) -> NamedAdapter:
         digest, keeps = fetched.digest, False
         try:
             if expected and expected.removeprefix("sha256:") != digest.removeprefix("sha256:"):
@@ -375,14 +375,14 @@ class AdapterRegistry:
         """Whether content that had this name is still being unloaded."""
         return any(adapter.name == name for adapter, _ in self._going.values())
 
-    def _unload_unnamed(self, adapter: Adapter) -> asyncio.Task[Reply] | None:
+    def _unload_unnamed(self, adapter: NamedAdapter) -> asyncio.Task[Reply] | None:
         if not adapter.digest or self._is_named(adapter.digest):
             return None
         task = asyncio.create_task(self._unload(adapter), name=f"unload {adapter.name}")
         self._going[adapter.digest] = (adapter, task)
         return task
 
-    async def _unload(self, adapter: Adapter) -> Reply:
+    async def _unload(self, adapter: NamedAdapter) -> Reply:
         try:
             async with self._contents.setdefault(adapter.digest, asyncio.Lock()):
                 if self._is_named(adapter.digest):  # the content was loaded under another name meanwhile

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from slipway_runtime.messages import AdapterState, AdapterStatus, LoadAdapter, Reply, UnloadAdapter
-from slipway_runtime.models.adapters import HostAdapter
+from slipway_runtime.models.adapter_weights import HostAdapter
 from slipway_runtime.scheduling.scheduler import Scheduler
 
 _UNKNOWN: Final = "no adapter with this digest is loaded"
