@@ -33,7 +33,7 @@ __all__ = ["MOST_ROWS", "compile_times_codes", "numbers_of_codes", "readable", "
 MOST_ROWS = 256
 # By the number of rows: rows, outputs and inputs of a tile, warps, stages. Tiles have few outputs, so that a decode
 # step of few rows has as many programs as there are multiprocessors.
-_TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 64, 128, 4, 4)), (MOST_ROWS, (128, 64, 64, 4, 4)))
+_TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 64, 128, 4, 4)), (MOST_ROWS, (128, 64, 64, 8, 4)))
 
 
 def readable(codes: Tensor) -> Tensor:

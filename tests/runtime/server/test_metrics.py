@@ -117,8 +117,9 @@ async def test_the_longest_of_several_answers_is_the_length_of_their_request(rep
     assert 20 < usage["completion_tokens"] < 40, "one of the two ends early"
     assert grown("vllm:request_max_num_generation_tokens_sum") == 20
     assert grown("vllm:request_max_num_generation_tokens_count") == 1
-    assert grown("vllm:request_generation_tokens_sum") == grown("vllm:generation_tokens_total")
     assert grown("vllm:request_generation_tokens_sum") == usage["completion_tokens"]
+    # The engine may have sampled some more before it heard of the stop string.
+    assert grown("vllm:generation_tokens_total") >= usage["completion_tokens"]
 
 
 @pytest.mark.capability("OB-1", "KV-4")
