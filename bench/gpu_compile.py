@@ -26,10 +26,8 @@ from slipway_runtime.kernels.tiles import shared_bytes
 
 ROOT = Path(__file__).parents[1]
 TARGETS = (80, 89, 90, 100, 120)
-SMALLER = (
-    89,
-    120,
-)  # with 99 KiB of shared memory a block: other tiles of attention. The sample has nothing else of them
+# With 99 KiB of shared memory a block, and so with other tiles of attention. The sample has nothing else of them.
+SMALLER = (89, 120)
 # Of a multiprocessor: 1 KiB of shared memory beside what a block may have, warps and blocks. The CUDA guide's tables.
 WARPS_PER_SM, BLOCKS_PER_SM = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}, {86: 16, 89: 24, 120: 24}
 REGISTERS_PER_SM = 1 << 16

@@ -36,7 +36,7 @@ NO_TOKEN = -1  # in place of a token: nothing is merged
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Attention plan of one step. C chunks: every row, be its new tokens one or many."""
+    """Attention plan of one step. C chunks: every row is one, with one new token or many."""
 
     lengths: Tensor  # (C,) past and new tokens
     tables: Tensor  # (C, blocks of the longest)
@@ -44,9 +44,7 @@ class AttentionPlan:
     new: Ints  # (C,) on the host
     host_lengths: Ints  # (C,) on the host
     block_size: int
-    decode_splits: int = (
-        0  # of a plan for graphs of decode: most splits of a row. Its rows are known on the device only
-    )
+    decode_splits: int = 0  # most splits of a row, in a plan for graphs of decode, which knows no lengths on the host
     captured_work: Work | None = None  # of a plan for graphs of steps with chunks, in static buffers
     _work: dict[ChunkTile, Work] = field(default_factory=dict)
 
