@@ -95,7 +95,7 @@ class Machine:
         self.runner.host = HostArena(2, block_bytes, config.num_layers, device)
 
     def close(self) -> None:
-        """Let go of weights, KV and graphs, whoever still refers to the machine."""
+        """Release weights, KV and graphs, also where something still refers to the machine."""
         self.runner.graphs, self.runner.host = None, None
         self.caches.clear()
         del self.runner.decoder

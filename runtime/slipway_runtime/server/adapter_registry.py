@@ -188,7 +188,7 @@ class AdapterRegistry:
         self._client_threads = ThreadPoolExecutor(FETCH_THREADS, "client adapter")
         self._named: dict[str, NamedAdapter] = {}
         self._going: dict[str, tuple[NamedAdapter, asyncio.Task[Reply]]] = {}  # by digest: being unloaded
-        # By name, while in use: whoever waits for a lock keeps it, so a name never has two.
+        # By name, while a load holds it or waits for it, so a name never has two.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._contents: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by digest, while in use
         self._fetched: dict[
