@@ -13,6 +13,9 @@ extern "C" {
 void pack(const float *, float *, int64_t, int64_t);
 void linear(const float *, const float *, float *, int64_t, int64_t, int64_t);
 int64_t padded_outputs(int64_t);
+int64_t padded_widened_inputs(int64_t);
+void pack_widened(const uint16_t *, uint16_t *, int64_t, int64_t);
+void linear_widened(const float *, const uint16_t *, float *, int64_t, int64_t, int64_t);
 int64_t padded_bf16_outputs(int64_t);
 int64_t padded_bf16_inputs(int64_t);
 int64_t bf16_scratch(int64_t, int64_t);
@@ -97,6 +100,11 @@ static void check_products() {
     std::vector<uint16_t> half(out * in), packed_half(padded_bf16_outputs(out) * padded_bf16_inputs(in));
     Floats plain(out * in);
     for (int64_t i = 0; i < out * in; i++) half[i] = rounded(weight[i]), plain[i] = widened(half[i]);
+    std::vector<uint16_t> packed_widened(padded_outputs(out) * padded_widened_inputs(in));
+    pack_widened(half.data(), packed_widened.data(), out, in);
+    check_product("linear_widened", x, plain, rows, in, out, rounding, [&](const float *from, float *to, int64_t count) {
+        linear_widened(from, packed_widened.data(), to, count, in, out);
+    });
     pack_bf16(half.data(), packed_half.data(), out, in);
     std::vector<uint8_t> scratch(bf16_scratch(rows, in) + 1);
     Floats inputs = x;
