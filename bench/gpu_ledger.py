@@ -93,7 +93,7 @@ GAINS = (
     (
         "float32 on a GPU",
         "7 KB (decode) and 36 KB (extend) spilled a thread, no tensor cores",
-        "at most 88 B, three products of tf32",
+        "at most 80 B, three products of tf32",
         "usable; 16-bit types remain several times faster",
     ),
     (

@@ -160,11 +160,11 @@ def _tile(kernel: str, q: Tensor, cache: Tensor, block_size: int) -> dict[str, i
         "QUANTIZED": kv_pages.is_quantized(cache.dtype),
         "BLOCK_D": block_d,
     }
-    rows = {} if kernel == "decode" else {"BLOCK_M": 32}
-    if kernel == "ordered":  # which has two sums of values in registers
-        rows["num_warps"] = 8
+    rows = {"decode": {}, "ordered": {"BLOCK_M": 32, "num_warps": 8}}.get(kernel, {"BLOCK_M": 32})  # ordered: two sums
     if q.dtype == torch.float32:
         narrow = {"BLOCK_M": 16, "BLOCK_N": 16} if kernel == "ordered" else {}
+        if kernel == "decode" and not layout["QUANTIZED"]:
+            narrow["BLOCK_N"] = 16  # two buffers of 32 keys leave one block on a multiprocessor with 99 KiB
         if kernel == "extend_split" and layout["QUANTIZED"]:
             narrow["num_warps"] = 8
         return layout | rows | {"BLOCK_N": 32 if block_d <= 128 else 16} | narrow
