@@ -39,6 +39,7 @@ DEVICE = torch.device("cuda", 1)
 _FREE = frozenset({"lift_fresh", "detach", "alias", "empty", "empty_strided", "new_empty", "new_empty_strided", "set_",
                    "empty_like", "_unsafe_view", "resize_"})  # fmt: skip
 _GATHERS = frozenset({"embedding", "index_select", "gather", "index"})  # read what they give, not all that they have
+_CODES_IN_A_BYTE = {"_times_codes": 1, "_times_int4": 2}
 _PRODUCTS = {"mm": 1, "addmm": 2, "bmm": 1, "_scaled_mm": 1, "linear": 1}  # which operand the weights are
 
 
@@ -154,10 +155,10 @@ class FakeGpu:
         touched = {one.untyped_storage()._cdata: one.nbytes for one in tensors}
         nbytes = sum(touched[key] for key in touched.keys() - self.caches)
         flops = needed = 0
-        if name == "_times_codes":  # inputs (T, in), codes (out, in), scales, outputs (T, out)
+        if name in _CODES_IN_A_BYTE:  # inputs (T, in), codes (out, in) or (out, in / 2), scales, outputs (T, out)
             codes = max((one for one in tensors if one.itemsize == 1), key=lambda one: one.nbytes)
             [inputs, *_] = (one for one in tensors if one.itemsize == 2)
-            flops, needed = 2 * len(inputs) * codes.numel(), codes.nbytes
+            flops, needed = 2 * len(inputs) * codes.numel() * _CODES_IN_A_BYTE[name], codes.nbytes
         if name == "_grouped":  # inputs, matrices of experts, their scales (or the matrices again), biases, outputs
             x, matrices, scales, _, out, *_ = tensors
             held = sum({one.untyped_storage()._cdata: one.nbytes for one in (matrices, scales)}.values())

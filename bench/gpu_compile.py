@@ -170,6 +170,7 @@ def compile_all(
         record,
         record_attention,
         record_experts,
+        record_int4,
         record_sampling,
     )
 
@@ -200,6 +201,8 @@ def compile_all(
             record_sampling(recorder, target, name)
         for name, kv, page in itertools.product(WITH_BLOCK_SIZES, kv_dtypes, BLOCK_SIZES):
             record_attention(recorder, target, name, kv, page)
+        for dtype in (one for one in dtypes if one != "fp32"):
+            record_int4(recorder, target, "Llama-3.1-8B", dtype)
         for kv in kv_dtypes if "fp32" in dtypes else ():
             record(recorder, target, "Llama-3.1-8B", "fp32", kv, (16,) if kv == "auto" else ())
     wanted_launches = {

@@ -64,6 +64,7 @@ EDGES = {
 WITH_BLOCK_SIZES = ("Llama-3.1-8B", "gpt-oss-20b")  # whose attention is compiled for other block sizes too
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KV_DTYPES = ("auto", "fp8", "int8")
+USUAL_GROUPS = (128,)  # inputs that share a scale, in four bits
 RANKS = (8, 16, 32, 64, 128, 256)
 
 
@@ -160,7 +161,9 @@ class Recorder:
 
 
 # Kernels that multiply matrices.
-DOTS = frozenset({"_decode", "_extend", "_extend_in_order", "_shrink", "_expand", "_grouped", "_times_codes"})
+DOTS = frozenset(
+    {"_decode", "_extend", "_extend_in_order", "_shrink", "_expand", "_grouped", "_times_codes", "_times_int4"}
+)
 
 
 def record(recorder: Recorder, target: int, model_name: str, dtype_name: str, kv: str, ranks: tuple[int, ...]) -> None:
@@ -172,6 +175,7 @@ def record(recorder: Recorder, target: int, model_name: str, dtype_name: str, kv
         (f"{model_name} {dtype_name}", _rows(model, dtype)),
         (f"{model_name} {dtype_name} experts", _experts(model, dtype, target)),
         (f"{model_name} {dtype_name} bytes", _byte_products(model, dtype, target) if kv == "auto" else iter(())),
+        (f"{model_name} {dtype_name} int4", _int4_products(model, dtype, USUAL_GROUPS) if kv == "auto" else iter(())),
         *((f"{model_name} {dtype_name} rank {rank}", _lora(model, dtype, rank)) for rank in ranks),
     ):
         recorder.case = f"{part} "
@@ -186,6 +190,14 @@ def record_attention(recorder: Recorder, target: int, model_name: str, kv: str, 
     recorder.case = f"{part} "
     for step in _attention((MODELS | EDGES)[model_name], torch.bfloat16, kv, page):
         recorder.case = f"{part} {step}"
+
+
+def record_int4(recorder: Recorder, target: int, model_name: str, dtype_name: str) -> None:
+    """The products of a model in four bits, in groups of other sizes than most are published in."""
+    recorder.for_target(target)
+    recorder.case = f"{model_name} {dtype_name} int4 "
+    for step in _int4_products((MODELS | EDGES)[model_name], DTYPES[dtype_name], (32, 64, 0)):
+        recorder.case = f"{model_name} {dtype_name} int4 {step}"
 
 
 def record_experts(recorder: Recorder, target: int, model_name: str) -> None:
@@ -335,10 +347,7 @@ def _byte_products(model: Model, dtype: torch.dtype, target: int) -> Iterator[st
 
     if dtype == torch.float32:
         return
-    for name, size, out in (
-        ("qkv", model.hidden, (model.q_heads + 2 * model.kv_heads) * model.head_dim),
-        ("down", model.inner, model.hidden),
-    ):
+    for name, size, out in _linears(model):
         for tokens in (1, 32, 256):
             yield f"{name} {tokens}"
             codes, scales = torch.empty(out, size, dtype=torch.int8), torch.empty(out)
@@ -352,6 +361,30 @@ def _byte_products(model: Model, dtype: torch.dtype, target: int) -> Iterator[st
             blocks = float8, torch.empty(out, -(-size // 128))
             times_codes(torch.empty(tokens, size, dtype=dtype), *blocks, 128)
             numbers_of_codes(*blocks, 128, dtype)
+
+
+def _int4_products(model: Model, dtype: torch.dtype, groups: tuple[int, ...]) -> Iterator[str]:
+    """Products with four-bit weights. groups: of so many inputs, where they divide a matrix; 0: one for all of them."""
+    from slipway_runtime.kernels.int4_products import Packed, numbers_of_int4, times_int4
+
+    if dtype == torch.float32:
+        return
+    for name, size, out in _linears(model):
+        for group in (one or size for one in groups if size % (one or size) == 0):
+            scales, zeros = torch.empty(size // group, out), torch.empty(size // group, out, dtype=torch.uint8)
+            weight = Packed(torch.empty(out, size // 2, dtype=torch.uint8), scales, zeros, group)
+            for tokens in (1, 32, 256):
+                yield f"{name} {tokens} groups of {group}"
+                times_int4(torch.empty(tokens, size, dtype=dtype), weight)
+            numbers_of_int4(weight, dtype)
+
+
+def _linears(model: Model) -> tuple[tuple[str, int, int], ...]:
+    """Name, inputs and outputs of two of a layer's matrices."""
+    return (
+        ("qkv", model.hidden, (model.q_heads + 2 * model.kv_heads) * model.head_dim),
+        ("down", model.inner, model.hidden),
+    )
 
 
 def _lora(model: Model, dtype: torch.dtype, rank: int, slots: int = 8) -> Iterator[str]:

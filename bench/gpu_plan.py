@@ -47,7 +47,7 @@ PRODUCTS, DECODE, EXTEND, ELEMENTWISE = (0.85, 0.70), (0.85, 0.50), (0.85, 0.50)
 CODES = (0.80, 0.50)  # products that take their weights' codes apart
 SHARES = {
     "linear": PRODUCTS, "mm": PRODUCTS, "addmm": PRODUCTS, "_scaled_mm": PRODUCTS, "_times_codes": CODES,
-    "_decode": DECODE, "_extend": EXTEND, "_extend_in_order": EXTEND, "_grouped": CODES,
+    "_times_int4": CODES, "_decode": DECODE, "_extend": EXTEND, "_extend_in_order": EXTEND, "_grouped": CODES,
 }  # fmt: skip
 PROGRAM_SHARE = 2.5  # of the card's bandwidth by its multiprocessors, that one of them can draw alone
 IN_GRAPH, OUTSIDE = 1.8e-6, 5e-6  # seconds of a launch: the gap between two kernels, and the host's call

@@ -35,7 +35,7 @@ from slipway_runtime.messages import (
 from slipway_runtime.models.adapter_weights import HostAdapter, lora_modules
 from slipway_runtime.models.config import ModelConfig, parse_config
 from slipway_runtime.models.decoder import load_decoder
-from slipway_runtime.models.quantize import choose_kv_dtype, head_maker, matmul_maker
+from slipway_runtime.models.quantize import choose_kv_dtype, matmul_makers
 from slipway_runtime.models.sharding import WHOLE, Shard, part_of
 from slipway_runtime.worker.adapter_slots import AdapterSlots
 from slipway_runtime.worker.collective import Collective
@@ -76,12 +76,10 @@ class Machine:
         self._device = device
         kernels = kernels_for(device, dtype, deterministic=deterministic)
         own = part_of(config, share.size)
-        makers = [make(quantization, deterministic=deterministic, device=device) for make in (matmul_maker, head_maker)]
+        makers = matmul_makers(quantization, deterministic=deterministic, device=device)
         with torch.inference_mode():
             weights: Any = NoWeights(dtype, config, device)
-            decoder = load_decoder(
-                config, weights, kernels, longest, dtype, device, *makers, share, scores_tokens=not pooling
-            )
+            decoder = load_decoder(config, weights, kernels, longest, makers, share, scores_tokens=not pooling)
             self._slots = self._adapters(own, decoder, kernels, adapters, dtype, deterministic) if adapters else None
             size = CacheSize(rows * -(-longest // BLOCK), BLOCK, 0)
             self.caches = allocate_cache(own, size, choose_kv_dtype(kv_dtype, dtype), device)

@@ -118,10 +118,10 @@ async def boot_engine(
 async def load_engine(
     settings: RuntimeSettings,
     fetched: Fetched,
-    on_news: Callable[[Loading | WarmingUp], object],
+    on_progress: Callable[[Loading | WarmingUp], object],
     booted: BootedEngine | None = None,
 ) -> Transport:
-    """A warm engine; `on_news` is called on the event loop. Raises EngineNotLoadedError or what the engine raised."""
+    """Load and warm an engine; `on_progress` is called on the event loop. Raises EngineNotLoadedError, or its error."""
     options = engine_options(settings, fetched)
     if settings.in_process:
         loop = asyncio.get_running_loop()
@@ -130,9 +130,10 @@ async def load_engine(
             # Imported here: torch costs seconds and 500 MB, and the ports must be open before.
             from slipway_runtime.engine.build import build_engine
 
-            return EngineThread(
-                build_engine(fetched.directory, options, on_news=lambda news: loop.call_soon_threadsafe(on_news, news))
-            )
+            def report(event: Loading | WarmingUp) -> None:
+                loop.call_soon_threadsafe(on_progress, event)
+
+            return EngineThread(build_engine(fetched.directory, options, on_progress=report))
 
         return await in_daemon_thread(build)
     return await EngineProcess.launch(
@@ -140,7 +141,7 @@ async def load_engine(
         options,
         run_directory=settings.run_directory,
         log_level=settings.log_level,
-        on_news=on_news,
+        on_progress=on_progress,
         booted=booted,
     )
 

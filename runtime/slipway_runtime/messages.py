@@ -4,6 +4,7 @@ Times are seconds of one monotonic clock, read by the sender of the message.
 """
 
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
@@ -185,6 +186,9 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     graphs_failed: str = ""  # a sentence: why the capture of CUDA graphs failed; empty: it did not
 
 
+ADAPTERS_MAY_TAKE: Final = "all adapters together may take"  # in the error of one that is too large by itself
+
+
 class AdapterState(StrEnum):
     """The state of an adapter: which memory holds it, or whether it is leaving."""
 
@@ -346,7 +350,7 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     trace: str = ""  # the traceback, for the log; empty when the sentence is enough
 
 
-News = Loading | WarmingUp | Loaded | EngineFailed | StepReport  # from an engine in a process of its own
+EngineEvent = Loading | WarmingUp | Loaded | EngineFailed | StepReport  # from an engine in a process of its own
 
 
 class NewSequence(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,12 +8,12 @@ import torch
 
 import slipway_runtime
 from slipway_runtime.kernels.dispatch import kernels_for
-from slipway_runtime.layers.matmul import Dense
+from slipway_runtime.layers.matmul import ALL_DENSE
 from slipway_runtime.messages import NewSequence, SamplingParams, SchedulerOutput
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import read_config
 from slipway_runtime.models.decoder import load_decoder
-from slipway_runtime.models.quantize import activation_dtype, choose_kv_dtype, head_maker, matmul_maker
+from slipway_runtime.models.quantize import activation_dtype, choose_kv_dtype, matmul_makers
 from slipway_runtime.models.sharding import WHOLE, Shard, part_of
 from slipway_runtime.worker.inputs import prepare_inputs
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
@@ -52,11 +52,10 @@ class Machine:
     ) -> None:
         config = read_config(path)
         kernels = kernels_for(CPU, activation_dtype(dtype, CPU), deterministic=deterministic)
-        make = matmul_maker(quantization, deterministic=deterministic, device=CPU, dtype=dtype) if packed else Dense
-        head = head_maker(quantization, deterministic=deterministic, device=CPU, dtype=dtype) if packed else Dense
+        makers = matmul_makers(quantization, deterministic=deterministic, device=CPU, dtype=dtype)
         activations = activation_dtype(dtype, CPU)
         with Checkpoint(path, activations, CPU) as checkpoint:
-            self.decoder = load_decoder(config, checkpoint, kernels, longest, activations, CPU, make, head, share)
+            self.decoder = load_decoder(config, checkpoint, kernels, longest, makers if packed else ALL_DENSE, share)
         self._per_row, self._block = -(-longest // block), block
         size = CacheSize(rows * self._per_row, block, 0)
         own = part_of(config, share.size)

@@ -213,12 +213,12 @@ class Play:
         return request
 
     def load(self, digest: str, *, num_bytes: int | None = None, pinned: bool = False) -> None:
-        if self.scheduler.adapter_loading(digest, self.now, pinned=pinned):
+        if self.scheduler.register_adapter(digest, self.now, pinned=pinned):
             self._read(digest, num_bytes)
 
     def _read(self, digest: str, num_bytes: int | None = None) -> None:
         self.host.add(digest)
-        self.scheduler.adapter_loaded(digest, self.now, num_bytes=num_bytes or self.adapter_bytes, rank=8)
+        self.scheduler.note_adapter_loaded(digest, self.now, num_bytes=num_bytes or self.adapter_bytes, rank=8)
 
     def _move_adapters(self) -> None:
         for digest in self.scheduler.take_dropped_adapters():

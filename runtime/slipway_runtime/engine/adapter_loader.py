@@ -50,15 +50,15 @@ class AdapterLoader:
         self._unloading: dict[str, list[int]] = {}
         self._forget_next: set[str] = set()  # a plan in flight may still copy these into a slot
         self._replies: list[Reply] = []
-        self._told = scheduler.adapters_version
+        self._reported = scheduler.adapters_version
         self._to_read: queue.SimpleQueue[tuple[str, Path] | None] = queue.SimpleQueue()
         self._was_read: queue.SimpleQueue[_Read] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @property
-    def has_news(self) -> bool:
+    def has_results(self) -> bool:
         """Whether there are replies, changed statuses or adapters that were read."""
-        return bool(self._replies) or not self._was_read.empty() or self._told != self._scheduler.adapters_version
+        return bool(self._replies) or not self._was_read.empty() or self._reported != self._scheduler.adapters_version
 
     def control(self, message: LoadAdapter | UnloadAdapter, now: float) -> None:
         """Begin to load or unload an adapter; `take_replies` has the reply once that is done."""
@@ -70,7 +70,7 @@ class AdapterLoader:
                 self._replies.append(Reply(call=message.call, error=_UNKNOWN))
             return
         self._paths[message.digest] = Path(message.path)
-        if self._scheduler.adapter_loading(message.digest, now, pinned=message.pinned):
+        if self._scheduler.register_adapter(message.digest, now, pinned=message.pinned):
             self._loading[message.digest] = [message.call]
             self._start_reading(message.digest)
         elif message.digest in self._loading:
@@ -100,18 +100,18 @@ class AdapterLoader:
 
     def take_statuses(self) -> tuple[AdapterStatus, ...] | None:
         """The statuses of all adapters, if one has changed since the last call."""
-        if self._told == self._scheduler.adapters_version:
+        if self._reported == self._scheduler.adapters_version:
             return None
-        self._told = self._scheduler.adapters_version
+        self._reported = self._scheduler.adapters_version
         return self._scheduler.adapters()
 
     def _update(self, read: _Read, now: float) -> None:
         if read.adapter is None:
-            self._scheduler.adapter_failed(read.digest, read.error, now)
+            self._scheduler.note_adapter_failed(read.digest, read.error, now)
         else:
             self._forget_next.discard(read.digest)
             self._keep(read.adapter)
-            self._scheduler.adapter_loaded(read.digest, now, num_bytes=read.adapter.bytes, rank=read.adapter.rank)
+            self._scheduler.note_adapter_loaded(read.digest, now, num_bytes=read.adapter.bytes, rank=read.adapter.rank)
         # The scheduler may refuse what could be read: too large for the memory of adapters.
         error = read.error or next(
             (s.error for s in self._scheduler.adapters() if s.digest == read.digest and s.state is AdapterState.FAILED),

@@ -64,7 +64,7 @@ def build_engine(
     model_path: Path,
     options: EngineOptions = _DEFAULTS,
     *,
-    on_news: Callable[[Loading | WarmingUp], object] = lambda _: None,
+    on_progress: Callable[[Loading | WarmingUp], object] = lambda _: None,
     on_death: Callable[[EngineFailed], object] = lambda _: None,
     directory: Path | None = None,
     **settings: object,
@@ -82,11 +82,11 @@ def build_engine(
     plan = decide(model_path, options)
     use_threads(options)
     ranks = Ranks(plan, directory=directory, on_death=on_death) if options.tensor_parallel_size > 1 else None
-    model = _load(plan, ranks, on_news)
+    model = _load(plan, ranks, on_progress)
     runner = model.runner
     loaded = time.perf_counter()
 
-    on_news(WarmingUp())
+    on_progress(WarmingUp())
     compute: Compute = runner.execute if ranks is None else partial(ranks.execute, runner)
     execute = partial(_execute, compute, model.grammars)
     # With several ranks a step is not launched ahead: the others get its tokens from the host.
@@ -149,14 +149,14 @@ class _LoadedModel:
     allocate_cache: Callable[[], list[Tensor]]
 
 
-def _load(plan: EnginePlan, ranks: Ranks | None, on_news: Callable[[Loading | WarmingUp], object]) -> _LoadedModel:
+def _load(plan: EnginePlan, ranks: Ranks | None, on_progress: Callable[[Loading | WarmingUp], object]) -> _LoadedModel:
     """Load weights, adapter slots and grammars, and size and allocate the KV cache and its host tier."""
     options = plan.options
     share = WHOLE if ranks is None else ranks.share
     kernels = kernels_for(plan.device, plan.dtype, deterministic=options.deterministic)
     with oom_refused("the weights", plan.device):
-        decoder = load_weights(plan, kernels, on_news, share)
-        weight_bytes = decoder.nbytes + (0 if ranks is None else ranks.loaded())
+        decoder = load_weights(plan, kernels, on_progress, share)
+        weight_bytes = decoder.nbytes + (0 if ranks is None else ranks.wait_for_weights())
     with oom_refused("the adapters", plan.device):
         slots = make_slots(plan, decoder, kernels, AdapterSlots if ranks is None else partial(SharedSlots, ranks))
     # On a CPU the threads compute the model; on a GPU they are idle while it does.
@@ -278,8 +278,8 @@ def _warm_up(
     if slots is not None:
         for adapter in zero_adapters(plan):
             slots.keep(adapter)
-            scheduler.adapter_loading(adapter.digest, 0.0)
-            scheduler.adapter_loaded(adapter.digest, 0.0, num_bytes=0, rank=plan.max_rank)
+            scheduler.register_adapter(adapter.digest, 0.0)
+            scheduler.note_adapter_loaded(adapter.digest, 0.0, num_bytes=0, rank=plan.max_rank)
             digests.append(adapter.digest)
 
     def execute(step: SchedulerOutput, masks: Masks) -> StepResult:

@@ -105,7 +105,7 @@ class Engine:
         """Whether a step would compute or report anything. Waiting for an adapter's file or a grammar is no work."""
         if self._replies or self._pending_sleep:
             return True
-        if any(part is not None and part.has_news for part in (self._adapters, self._grammars)):
+        if any(part is not None and part.has_results for part in (self._adapters, self._grammars)):
             return True
         return self._scheduler.has_work and not self._scheduler.is_stalled
 

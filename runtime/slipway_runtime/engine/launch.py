@@ -1,6 +1,6 @@
 """Launcher of the engine process, on the API side: starts it, follows its loading, talks to it, notices its end.
 
-    engine = await EngineProcess.launch(path, options, run_directory=…, on_news=…)   # seconds to minutes
+    engine = await EngineProcess.launch(path, options, run_directory=…, on_progress=…)   # seconds to minutes
     client = EngineClient(engine)
 
 Two ZeroMQ sockets in a directory that only this user can open; msgpack in both directions; one message a step. The
@@ -22,7 +22,7 @@ import zmq
 
 from slipway_runtime.boot_memory import BootMemory, decode
 from slipway_runtime.engine.options import EngineOptions
-from slipway_runtime.messages import EngineFailed, Loaded, Loading, Message, News, StepReport, WarmingUp
+from slipway_runtime.messages import EngineEvent, EngineFailed, Loaded, Loading, Message, StepReport, WarmingUp
 
 BOOT_FLAG: Final = "--boot"  # of the engine process: import everything first, then write to this file descriptor
 FINAL_MESSAGE_SECONDS: Final = 0.3  # for the last message of an engine that ended to arrive
@@ -60,7 +60,7 @@ class BootedEngine:
         booted: asyncio.Future[BootMemory | None] = loop.create_future()
         reading, writing = os.pipe()
 
-        def hear() -> None:
+        def on_booted() -> None:
             loop.remove_reader(reading)
             measured = decode(os.read(reading, 4096))  # one write, smaller than the pipe
             os.close(reading)
@@ -75,7 +75,7 @@ class BootedEngine:
             )
         finally:
             os.close(writing)  # our copy: only the child's is left, so its end is noticed too
-        loop.add_reader(reading, hear)
+        loop.add_reader(reading, on_booted)
         return cls(process, booted)
 
     async def wait(self) -> BootMemory | None:
@@ -108,7 +108,7 @@ class EngineProcess:
         *,
         run_directory: Path | None = None,
         log_level: str = "INFO",
-        on_news: Callable[[Loading | WarmingUp], object] = lambda _: None,
+        on_progress: Callable[[Loading | WarmingUp], object] = lambda _: None,
         booted: BootedEngine | None = None,
     ) -> "EngineProcess":
         """Start an engine and return when it is warm. Raises EngineNotLoadedError; cancelling ends the process.
@@ -128,7 +128,7 @@ class EngineProcess:
                 directory=str(pipe.directory), model_path=str(model_path), options=options, log_level=log_level
             )
             process.stdin.write(encode_start(start))
-            loaded = await _until_loaded(process, pipe, on_news)
+            loaded = await _until_loaded(process, pipe, on_progress)
         except BaseException:
             await _kill(process)
             pipe.close()
@@ -138,13 +138,13 @@ class EngineProcess:
     def start(self, on_report: Callable[[StepReport], None], on_death: Callable[[str], None]) -> None:
         """Begin to listen; both functions are called on the event loop."""
 
-        def on_news(news: News) -> None:
-            if isinstance(news, StepReport):
-                on_report(news)
-            elif isinstance(news, EngineFailed):
-                self._die(news.error, on_death)
+        def on_event(event: EngineEvent) -> None:
+            if isinstance(event, StepReport):
+                on_report(event)
+            elif isinstance(event, EngineFailed):
+                self._end(event.error, on_death)
 
-        self._pipe.listen(on_news)
+        self._pipe.listen(on_event)
         self._watcher = asyncio.create_task(self._watch(on_death))
 
     def send(self, message: Message) -> None:
@@ -162,9 +162,9 @@ class EngineProcess:
     async def _watch(self, on_death: Callable[[str], None]) -> None:
         code = await self._process.wait()
         await asyncio.sleep(FINAL_MESSAGE_SECONDS)  # a last message cancels this task
-        self._die(describe_exit("the engine process", code), on_death)
+        self._end(describe_exit("the engine process", code), on_death)
 
-    def _die(self, error: str, on_death: Callable[[str], None]) -> None:
+    def _end(self, error: str, on_death: Callable[[str], None]) -> None:
         assert self._watcher is not None
         self._watcher.cancel()
         self._pipe.close()
@@ -179,18 +179,18 @@ class _Pipe:
         self._context = zmq.Context()
         self.requests = self._context.socket(zmq.PUSH)
         self.requests.set_hwm(0)  # never blocks, never drops: the messages are bounded by admitted requests
-        self._news = self._context.socket(zmq.PULL)
-        self._news.set_hwm(0)
-        self._news.bind(f"ipc://{self.directory}/news")
-        self._descriptor = int(self._news.getsockopt(zmq.FD))
-        self._decoder = msgspec.msgpack.Decoder(News)
-        self._listener: Callable[[News], None] | None = None
+        self._events = self._context.socket(zmq.PULL)
+        self._events.set_hwm(0)
+        self._events.bind(f"ipc://{self.directory}/events")
+        self._descriptor = int(self._events.getsockopt(zmq.FD))
+        self._decoder = msgspec.msgpack.Decoder(EngineEvent)
+        self._listener: Callable[[EngineEvent], None] | None = None
 
     def connect(self) -> None:
         """Connect to the socket of an engine that is loaded. Before it is bound, a connection is tried each 100 ms."""
         self.requests.connect(f"ipc://{self.directory}/requests")
 
-    def listen(self, listener: Callable[[News], None]) -> None:
+    def listen(self, listener: Callable[[EngineEvent], None]) -> None:
         """Call the listener for each message from now on; it takes the place of an earlier one."""
         if self._listener is None:
             asyncio.get_running_loop().add_reader(self._descriptor, self._drain)
@@ -217,26 +217,26 @@ class _Pipe:
         while (
             self._listener is not None
             and not self._context.closed
-            and int(self._news.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+            and int(self._events.getsockopt(zmq.EVENTS)) & zmq.POLLIN
         ):
-            self._listener(self._decoder.decode(self._news.recv(zmq.NOBLOCK)))
+            self._listener(self._decoder.decode(self._events.recv(zmq.NOBLOCK)))
 
 
 async def _until_loaded(
-    process: asyncio.subprocess.Process, pipe: _Pipe, on_news: Callable[[Loading | WarmingUp], object]
+    process: asyncio.subprocess.Process, pipe: _Pipe, on_progress: Callable[[Loading | WarmingUp], object]
 ) -> Loaded:
     loaded: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
 
-    def hear(news: News) -> None:
-        if isinstance(news, Loading | WarmingUp):
-            on_news(news)
+    def on_event(event: EngineEvent) -> None:
+        if isinstance(event, Loading | WarmingUp):
+            on_progress(event)
         elif not loaded.done():
-            if isinstance(news, Loaded):
-                loaded.set_result(news)
-            elif isinstance(news, EngineFailed):
-                loaded.set_exception(EngineNotLoadedError(news.error, news.trace))
+            if isinstance(event, Loaded):
+                loaded.set_result(event)
+            elif isinstance(event, EngineFailed):
+                loaded.set_exception(EngineNotLoadedError(event.error, event.trace))
 
-    pipe.listen(hear)
+    pipe.listen(on_event)
     ended = asyncio.create_task(process.wait())
     try:
         await asyncio.wait((loaded, ended), return_when=asyncio.FIRST_COMPLETED)

@@ -57,9 +57,9 @@ class Grammars:
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self.mask_seconds = 0.0  # spent on masks so far
-        self.wake: Callable[[], None] | None = None  # called on another thread when `has_news` turns true
+        self.wake: Callable[[], None] | None = None  # called on another thread when `has_results` turns true
         self._compiled: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._aside = 0  # requests that `take_compiled` has not named yet
+        self._unreported = 0  # requests that compile, or that `take_compiled` has not named yet
         self._answers: dict[Key, _Answer] = {}
         self._rows: dict[int, Key] = {}  # row of the worker -> its answer
         self._ends = np.zeros(compiler.words, dtype=np.uint32)
@@ -95,28 +95,28 @@ class Grammars:
             self._answers[request.id, index] = _Answer(
                 compiling, request.output_token_ids, self._compiler.eos_token_ids
             )
-        soon = 0.0 if self._aside else SOON_SECONDS  # behind a slow grammar none compiles soon
+        soon = 0.0 if self._unreported else SOON_SECONDS  # behind a slow grammar none compiles soon
         wait((compiling,), timeout=None if self.wake is None else soon)
         if compiling.done():
             return True
-        self._aside += 1
-        compiling.add_done_callback(lambda _: self._tell(request.id))
+        self._unreported += 1
+        compiling.add_done_callback(lambda _: self._report_compiled(request.id))
         return False
 
-    def _tell(self, request_id: str) -> None:
+    def _report_compiled(self, request_id: str) -> None:
         self._compiled.put(request_id)
         if self.wake is not None:
             self.wake()
 
     @property
-    def has_news(self) -> bool:
+    def has_results(self) -> bool:
         """Whether `take_compiled` would name a request."""
         return not self._compiled.empty()
 
     def take_compiled(self) -> list[str]:
         """The requests whose grammars have been compiled, or failed to compile, since the last call."""
         compiled = [self._compiled.get() for _ in range(self._compiled.qsize())]
-        self._aside -= len(compiled)
+        self._unreported -= len(compiled)
         return compiled
 
     def masks(self, plan: SchedulerOutput) -> Callable[[], TokenMasks | None]:
@@ -137,10 +137,10 @@ class Grammars:
                 first += 1 + len(drafted)
         if not sampled:
             return _no_masks
-        made: Future[TokenMasks] = Future()
+        masks: Future[TokenMasks] = Future()
 
         def begin() -> None:
-            self._masking.submit(self._make, sampled, made)
+            self._masking.submit(self._make_masks_for, masks, sampled)
 
         with self._following:
             if self._followed >= plan.step - 1:
@@ -148,7 +148,7 @@ class Grammars:
             else:
                 assert self._waiting is None, "one plan is launched at a time"
                 self._waiting = plan.step - 1, begin
-        return made.result
+        return masks.result
 
     def follow(self, step: int) -> None:
         """Note that the outputs of the plans up to this step were accepted, or that the plans were given up."""
@@ -169,13 +169,13 @@ class Grammars:
             del self._answers[key]
         return answer.error
 
-    def _make(self, sampled: list[tuple[int, Key, tuple[int, ...]]], made: "Future[TokenMasks]") -> None:
+    def _make_masks_for(self, waiting: "Future[TokenMasks]", sampled: list[tuple[int, Key, tuple[int, ...]]]) -> None:
         try:
-            made.set_result(self._made(sampled))
+            waiting.set_result(self._make_masks(sampled))
         except BaseException as error:  # noqa: BLE001  the step that waits for the masks must get it
-            made.set_exception(error)
+            waiting.set_exception(error)
 
-    def _made(self, sampled: list[tuple[int, Key, tuple[int, ...]]]) -> TokenMasks:
+    def _make_masks(self, sampled: list[tuple[int, Key, tuple[int, ...]]]) -> TokenMasks:
         began = time.perf_counter()
         samples: list[int] = []
         masks: list[Words] = []
@@ -212,7 +212,7 @@ class Grammars:
 
     def _masks_of(self, answer: "_Answer", drafted: tuple[int, ...]) -> list[Words]:
         """One mask for the next token, and one after each drafted token as far as the grammar takes them."""
-        made = [self._mask(answer)]
+        masks = [self._mask(answer)]
         taken = 0
         for token in drafted:
             if (matcher := answer.ready()) is None:
@@ -223,10 +223,10 @@ class Grammars:
                 taken += 1
             elif token not in answer.eos_token_ids:
                 break
-            made.append(self._mask(answer))
+            masks.append(self._mask(answer))
         if taken and (matcher := answer.ready()) is not None and not matcher.rollback(taken):
             answer.error = "the grammar could not take back a draft"
-        return made
+        return masks
 
     def _mask(self, answer: "_Answer") -> Words:
         if (matcher := answer.ready()) is None or matcher.is_stopped():

@@ -1,7 +1,7 @@
 """The parts of an engine, each built as the plan says: weights, adapters and their slots, KV on device and host."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from slipway_runtime.models.adapter_weights import HostAdapter, lora_modules, re
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import DoesNotFitError
 from slipway_runtime.models.decoder import Decoder, load_decoder
-from slipway_runtime.models.quantize import DTYPE_NAMES, head_maker, matmul_maker
+from slipway_runtime.models.quantize import DTYPE_NAMES, matmul_makers
 from slipway_runtime.models.sharding import WHOLE, Shard
 from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.storage.fetch import weights_digest
@@ -42,37 +42,30 @@ def use_threads(options: EngineOptions) -> None:
 
 
 def load_weights(
-    plan: EnginePlan, kernels: Kernels, on_news: Callable[[Loading], object] = lambda _: None, share: Shard = WHOLE
+    plan: EnginePlan, kernels: Kernels, on_progress: Callable[[Loading], object] = lambda _: None, share: Shard = WHOLE
 ) -> Decoder:
-    """Load the decoder, or this rank's share of it, from disk; `on_news` gets the progress."""
-    told = 0
+    """Load the decoder, or this rank's share of it, from disk; `on_progress` gets the progress."""
+    reported = 0
 
-    def tell(done: int, total: int) -> None:
-        nonlocal told
-        if done - told >= total // 100 or done == total:  # a hundred messages, however large the model is
-            told = done
-            on_news(Loading(bytes_done=done, bytes_total=total))
+    def report(done: int, total: int) -> None:
+        nonlocal reported
+        if done - reported >= total // 100 or done == total:  # a hundred messages, however large the model is
+            reported = done
+            on_progress(Loading(bytes_done=done, bytes_total=total))
 
     options = plan.options
-    maker = partial(matmul_maker, deterministic=options.deterministic, device=plan.device)
-    with Checkpoint(plan.model_path, plan.dtype, plan.device, on_progress=tell) as checkpoint:
+    makers = matmul_makers(
+        options.quantization, deterministic=options.deterministic, device=plan.device, dtype=plan.weight_dtype
+    )
+    with Checkpoint(plan.model_path, plan.dtype, plan.device, on_progress=report) as checkpoint:
         return load_decoder(
             plan.config,
             checkpoint,
             kernels,
             plan.max_model_len,
-            plan.dtype,
-            plan.device,
-            maker(options.quantization, dtype=plan.weight_dtype),
-            head_maker(
-                options.quantization,
-                deterministic=options.deterministic,
-                device=plan.device,
-                dtype=plan.weight_dtype,
-            ),
+            makers,
             share,
             scores_tokens=not options.pooling,
-            make_router=maker("none"),
         )
 
 

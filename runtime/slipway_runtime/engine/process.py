@@ -24,7 +24,7 @@ from slipway_api import logs
 from slipway_runtime.boot_memory import BootMemory, encode
 from slipway_runtime.engine.launch import BOOT_FLAG, EngineStart
 from slipway_runtime.engine.loop import StepLoop
-from slipway_runtime.messages import EngineFailed, Loaded, Message, News
+from slipway_runtime.messages import EngineEvent, EngineFailed, Loaded, Message
 
 
 def main() -> int:
@@ -40,30 +40,30 @@ def main() -> int:
     threading.Thread(target=_end_with_parent, args=(sys.stdin.buffer,), name="parent", daemon=True).start()
     logs.configure("runtime", start.log_level)
     with zmq.Context() as context:
-        news: queue.SimpleQueue[News | None] = queue.SimpleQueue()
-        writer = threading.Thread(target=_write, args=(context, start.directory, news), name="write", daemon=True)
+        events: queue.SimpleQueue[EngineEvent | None] = queue.SimpleQueue()
+        writer = threading.Thread(target=_write, args=(context, start.directory, events), name="write", daemon=True)
         writer.start()
 
-        def say(failure: EngineFailed) -> None:
-            news.put(failure)
-            news.put(None)
+        def send_failure(failure: EngineFailed) -> None:
+            events.put(failure)
+            events.put(None)
             writer.join()
 
-        def die(failure: EngineFailed) -> None:
+        def on_death(failure: EngineFailed) -> None:
             # Called on another thread: the main thread may wait in a sum for a rank that has ended.
-            say(failure)
+            send_failure(failure)
             context.term()  # returns when the message has been sent
             os._exit(1)
 
-        say(_serve(start, context, news.put, die))
+        send_failure(_serve(start, context, events.put, on_death))
     return 1
 
 
 def _serve(
     start: EngineStart,
     context: "zmq.Context[zmq.Socket[bytes]]",
-    tell: Callable[[News], None],
-    die: Callable[[EngineFailed], None],
+    send: Callable[[EngineEvent], None],
+    on_death: Callable[[EngineFailed], None],
 ) -> EngineFailed:
     """Build an engine and step it until it fails; the failure."""
     # Imported only here: torch costs seconds, and the parent should notice at once that the process runs.
@@ -73,7 +73,7 @@ def _serve(
 
     try:
         engine = build_engine(
-            Path(start.model_path), start.options, on_news=tell, on_death=die, directory=Path(start.directory)
+            Path(start.model_path), start.options, on_progress=send, on_death=on_death, directory=Path(start.directory)
         )
     except (ModelRefusedError, FileNotFoundError, ValueError, RankDiedError) as refused:
         return EngineFailed(str(refused))
@@ -85,10 +85,10 @@ def _serve(
     requests.set_hwm(0)
     requests.linger = 0
     requests.bind(f"ipc://{start.directory}/requests")
-    tell(Loaded(engine.facts, engine.stats(time.monotonic())))
+    send(Loaded(engine.facts, engine.stats(time.monotonic())))
     threading.Thread(target=_read, args=(requests, loop), name="read", daemon=True).start()
     try:
-        loop.run(tell)
+        loop.run(send)
     except RankDiedError as died:
         return EngineFailed(str(died))
     except Exception as error:  # noqa: BLE001  whatever ended the loop, the streams must get the error
@@ -108,13 +108,15 @@ def _read(requests: "zmq.Socket[bytes]", loop: StepLoop) -> None:
         loop.stop(error)
 
 
-def _write(context: "zmq.Context[zmq.Socket[bytes]]", directory: str, news: "queue.SimpleQueue[News | None]") -> None:
+def _write(
+    context: "zmq.Context[zmq.Socket[bytes]]", directory: str, events: "queue.SimpleQueue[EngineEvent | None]"
+) -> None:
     with context.socket(zmq.PUSH) as socket:
         socket.set_hwm(0)
         socket.linger = 2000  # milliseconds to send the last message
-        socket.connect(f"ipc://{directory}/news")
+        socket.connect(f"ipc://{directory}/events")
         encoder = msgspec.msgpack.Encoder()
-        while (message := news.get()) is not None:
+        while (message := events.get()) is not None:
             socket.send(encoder.encode(message))
 
 

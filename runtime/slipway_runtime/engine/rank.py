@@ -1,6 +1,6 @@
 """The process of a tensor-parallel rank beyond rank 0: computes its share of the plans that rank 0 sends.
 
-    python -m slipway_runtime.engine.rank       # its standard input is a socket: RankStart, then orders; news go back
+    python -m slipway_runtime.engine.rank       # standard input is a socket: RankStart, then commands; replies go back
 
 It samples nothing, so it needs neither masks nor the sampler. Adapters are read on a thread of their own, as on rank 0:
 no step waits for a file.
@@ -38,15 +38,15 @@ from slipway_runtime.engine.ranks import (
     RankAdapterRead,
     RankCapture,
     RankCaptured,
+    RankCommand,
     RankDone,
     RankForgetAdapter,
     RankGraphs,
     RankKeepAdapter,
     RankLoaded,
-    RankNews,
-    RankOrder,
     RankPool,
     RankReadAdapter,
+    RankReply,
     RankSized,
     RankSleep,
     RankStart,
@@ -65,8 +65,8 @@ from slipway_runtime.worker.kv_cache import allocate_cache
 from slipway_runtime.worker.out_of_memory import oom_refused
 from slipway_runtime.worker.runner import Runner
 
-_O = TypeVar("_O", RankPool, RankGraphs)
-Order = RankStep | RankCapture | RankSleep | RankWake | RankKeepAdapter | RankForgetAdapter
+_C = TypeVar("_C", RankPool, RankGraphs)
+StepCommand = RankStep | RankCapture | RankSleep | RankWake | RankKeepAdapter | RankForgetAdapter
 
 
 class Rank0Connection:
@@ -75,31 +75,31 @@ class Rank0Connection:
     def __init__(self, connection: "Connection[Any, Any]") -> None:
         self._connection = connection
         self._sending = threading.Lock()
-        self._orders: queue.SimpleQueue[RankOrder] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[RankCommand] = queue.SimpleQueue()
         self._to_read: queue.SimpleQueue[RankReadAdapter] = queue.SimpleQueue()
         self.read: dict[str, HostAdapter] = {}  # by digest: adapters that rank 0 has not decided about
         self.start = msgspec.msgpack.decode(connection.recv_bytes(), type=RankStart)
         threading.Thread(target=self._listen, name="rank 0", daemon=True).start()
 
-    def tell(self, news: RankNews) -> None:
+    def send(self, reply: RankReply) -> None:
         """Send a message to rank 0. Any thread may call this."""
         with self._sending:
-            self._connection.send_bytes(msgspec.msgpack.encode(news))
+            self._connection.send_bytes(msgspec.msgpack.encode(reply))
 
-    def expect(self, kind: type[_O]) -> _O:
-        """Wait for the next order, which must be of this kind."""
-        order = self._orders.get()
-        assert isinstance(order, kind)
-        return order
+    def expect(self, kind: type[_C]) -> _C:
+        """Wait for the next command, which must be of this kind."""
+        command = self._commands.get()
+        assert isinstance(command, kind)
+        return command
 
-    def next(self) -> Order:
-        """Wait for the next order after the pool is allocated."""
-        order = self._orders.get()
-        assert not isinstance(order, RankPool | RankGraphs | RankReadAdapter)
-        return order
+    def next(self) -> StepCommand:
+        """Wait for the next command after the pool is allocated."""
+        command = self._commands.get()
+        assert not isinstance(command, RankPool | RankGraphs | RankReadAdapter)
+        return command
 
     def read_adapters(self, read: Callable[[Path, str], HostAdapter]) -> None:
-        """Read the adapters that rank 0 orders into `read`, on a thread of their own. read: by path and digest."""
+        """Read the adapters that rank 0 names into `read`, on a thread of their own. read: by path and digest."""
         threading.Thread(target=self._read_adapters, args=(read,), name="adapters", daemon=True).start()
 
     def wait_for_the_end(self) -> None:
@@ -108,28 +108,28 @@ class Rank0Connection:
 
     def _listen(self) -> None:
         try:
-            decoder = msgspec.msgpack.Decoder(RankOrder)
+            decoder = msgspec.msgpack.Decoder(RankCommand)
             while True:
-                order = decoder.decode(self._connection.recv_bytes())
-                if isinstance(order, RankReadAdapter):
-                    self._to_read.put(order)
+                command = decoder.decode(self._connection.recv_bytes())
+                if isinstance(command, RankReadAdapter):
+                    self._to_read.put(command)
                 else:
-                    self._orders.put(order)
+                    self._commands.put(command)
         except (EOFError, ConnectionError):
             os._exit(0)
-        except Exception as error:  # noqa: BLE001  the main thread would wait for orders that never come
-            self.tell(EngineFailed(f"a rank cannot read its orders: {error}", traceback.format_exc()))
+        except Exception as error:  # noqa: BLE001  the main thread would wait for commands that never come
+            self.send(EngineFailed(f"a rank cannot read its commands: {error}", traceback.format_exc()))
             os._exit(1)
 
     def _read_adapters(self, read: Callable[[Path, str], HostAdapter]) -> None:
         while True:
-            order = self._to_read.get()
+            command = self._to_read.get()
             try:
-                self.read[order.digest] = read(Path(order.path), order.digest)
+                self.read[command.digest] = read(Path(command.path), command.digest)
             except Exception as error:  # noqa: BLE001  whatever is wrong with a file, only this adapter is refused
-                self.tell(RankAdapterRead(str(error) or type(error).__name__))
+                self.send(RankAdapterRead(str(error) or type(error).__name__))
             else:
-                self.tell(RankAdapterRead())
+                self.send(RankAdapterRead())
 
 
 def main() -> int:
@@ -146,9 +146,9 @@ def main() -> int:
     except PeerLostError:
         leader.wait_for_the_end()
     except (ModelRefusedError, FileNotFoundError, ValueError) as refused:
-        leader.tell(EngineFailed(str(refused)))
+        leader.send(EngineFailed(str(refused)))
     except Exception as error:  # noqa: BLE001  whatever it was, rank 0 must get the error
-        leader.tell(
+        leader.send(
             EngineFailed(f"rank {leader.start.rank} failed: {type(error).__name__}: {error}", traceback.format_exc())
         )
     return 1
@@ -176,14 +176,14 @@ def run_rank(leader: Rank0Connection) -> None:
                 assert slots is not None
                 slots.forget(digest)
             case RankCapture():
-                leader.tell(RankCaptured(capture_steps(runner, device, collective)))
+                leader.send(RankCaptured(capture_steps(runner, device, collective)))
                 if not leader.expect(RankGraphs).used:
                     runner.graphs = None
             case RankSleep(level=level):
                 sleeper.sleep(level)
-                leader.tell(RankDone())
+                leader.send(RankDone())
             case RankWake():
-                leader.tell(RankDone(_wake(sleeper)))
+                leader.send(RankDone(_wake(sleeper)))
 
 
 def _load(leader: Rank0Connection) -> tuple[Runner, Sleeper, Collective, torch.device]:
@@ -198,13 +198,13 @@ def _load(leader: Rank0Connection) -> tuple[Runner, Sleeper, Collective, torch.d
     share = Shard(rank, options.tensor_parallel_size, collective.sum, collective.gather)
     with oom_refused("the weights", plan.device):
         decoder = load_weights(plan, kernels, share=share)
-    leader.tell(RankLoaded(decoder.nbytes))
+    leader.send(RankLoaded(decoder.nbytes))
     collective.join(Path(leader.start.store))
     with oom_refused("the adapters", plan.device):
         slots = make_slots(plan, decoder, kernels)
     with oom_refused("the KV cache", plan.device):
         size = size_pool(plan, decoder, kernels)
-        leader.tell(RankSized(size.num_blocks))
+        leader.send(RankSized(size.num_blocks))
         size = replace(size, num_blocks=leader.expect(RankPool).num_blocks)
         allocate = partial(allocate_cache, plan.own, size, plan.kv_dtype, plan.device)
         # Only the runner refers to the decoder from here on: a sleeping rank frees it.

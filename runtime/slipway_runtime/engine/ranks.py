@@ -140,8 +140,8 @@ class RankForgetAdapter(msgspec.Struct, frozen=True, tag=True):
     digest: str
 
 
-RankNews = RankLoaded | RankSized | RankCaptured | RankDone | RankAdapterRead | EngineFailed
-RankOrder = (
+RankReply = RankLoaded | RankSized | RankCaptured | RankDone | RankAdapterRead | EngineFailed
+RankCommand = (
     RankPool
     | RankStep
     | RankCapture
@@ -152,7 +152,7 @@ RankOrder = (
     | RankKeepAdapter
     | RankForgetAdapter
 )
-_N = TypeVar("_N", RankLoaded, RankSized, RankCaptured, RankDone)
+_R = TypeVar("_R", RankLoaded, RankSized, RankCaptured, RankDone)
 
 
 class RankDiedError(Exception):
@@ -170,12 +170,12 @@ class Ranks:
         self.collective = Collective(0, size, plan.device)
         self.share = Shard(0, size, self.collective.sum, self.collective.gather)
         self._store = Path(tempfile.mkdtemp(prefix="ranks-", dir=directory)) / "store"
-        self._telling = threading.Lock()
+        self._sending = threading.Lock()
         self._sampled: tuple[tuple[int, ...], ...] = ()
         self._within = False  # a step that has begun and has not ended well
         self._death = death = Future[str]()  # a sentence about the first rank that ends; several threads may ask
 
-        def die(failed: EngineFailed) -> None:
+        def on_rank_death(failed: EngineFailed) -> None:
             with contextlib.suppress(InvalidStateError):
                 death.set_result(failed.error)
             on_death(failed)
@@ -184,23 +184,24 @@ class Ranks:
         options = msgspec.structs.replace(plan.options, **limits)
         self._others = [
             _RankProcess(
-                RankStart(rank=rank, model_path=str(plan.model_path), options=options, store=str(self._store)), die
+                RankStart(rank=rank, model_path=str(plan.model_path), options=options, store=str(self._store)),
+                on_rank_death,
             )
             for rank in range(1, size)
         ]
         weakref.finalize(self, _end, [other.process for other in self._others], self._store.parent)
 
-    def loaded(self) -> int:
+    def wait_for_weights(self) -> int:
         """Wait until all ranks have their weights and can compute together; the bytes of the other ranks' weights."""
-        news = [other.expect(RankLoaded) for other in self._others]
+        replies = [other.expect(RankLoaded) for other in self._others]
         with self._raise_rank_death():
             self.collective.join(self._store)
-        return sum(one.weight_bytes for one in news)
+        return sum(one.weight_bytes for one in replies)
 
     def agree(self, size: CacheSize) -> CacheSize:
         """The size of the KV pool that all ranks have room for."""
         agreed = min(size.num_blocks, *(other.expect(RankSized).num_blocks for other in self._others))
-        self._tell(RankPool(agreed))
+        self._send_to_all(RankPool(agreed))
         return replace(size, num_blocks=agreed)
 
     def capture(self, runner: Runner, capture: Callable[[], str]) -> str:
@@ -208,7 +209,7 @@ class Ranks:
 
         Raises RankDiedError where a rank has failed elsewhere than in a capture: the others are inside of its sums.
         """
-        self._tell(RankCapture())
+        self._send_to_all(RankCapture())
         try:
             with self._raise_rank_death():
                 own = capture()
@@ -219,7 +220,7 @@ class Ranks:
             ) from failed
         errors = [own, *(other.expect(RankCaptured).error for other in self._others)]
         error = next(filter(None, errors), "")
-        self._tell(RankGraphs(used=not error))
+        self._send_to_all(RankGraphs(used=not error))
         if error:
             runner.graphs = None
         return error
@@ -236,7 +237,7 @@ class Ranks:
 
     def sleep(self, level: int) -> None:
         """Put the other ranks to sleep; returns when their memory is free. Raises RankDiedError."""
-        self._tell(RankSleep(level))
+        self._send_to_all(RankSleep(level))
         self._expect_done()
 
     def wake(self, own: Callable[[], object]) -> None:
@@ -245,7 +246,7 @@ class Ranks:
         Raises ModelRefusedError, or what `own` raises, where one cannot be woken; it may be tried again. Raises
         RankDiedError where one has ended.
         """
-        self._tell(RankWake())
+        self._send_to_all(RankWake())
         try:
             own()
         finally:
@@ -260,27 +261,27 @@ class Ranks:
         AdapterRefusedError where another rank cannot read its share.
         """
         adapter = own(path, digest)
-        self._tell(RankReadAdapter(str(path), digest))
+        self._send_to_all(RankReadAdapter(str(path), digest))
         errors = [other.expect_adapter().error for other in self._others]
         for rank, error in enumerate(errors, start=1):
             if error:
-                self._tell(RankKeepAdapter(digest, kept=False))
+                self._send_to_all(RankKeepAdapter(digest, kept=False))
                 raise AdapterRefusedError(f"rank {rank}: {error}")
         return adapter
 
     def keep_adapter(self, digest: str) -> None:
         """Let the other ranks keep what they have read of an adapter, for the steps that are sent from now on."""
-        self._tell(RankKeepAdapter(digest))
+        self._send_to_all(RankKeepAdapter(digest))
 
     def forget_adapter(self, digest: str) -> None:
         """Free the other ranks' host memory of an adapter, after the steps that were sent before."""
-        self._tell(RankForgetAdapter(digest))
+        self._send_to_all(RankForgetAdapter(digest))
 
     def execute(self, runner: Runner, plan: SchedulerOutput, masks: Masks | None = None) -> StepResult:
         """Execute a plan on all ranks, as `runner.execute` does on one. Raises RankDiedError."""
         if self._within:
             raise RankDiedError("a step has failed on rank 0, and the other ranks cannot come out of it")
-        self._tell(RankStep(plan=plan, sampled=self._sampled))
+        self._send_to_all(RankStep(plan=plan, sampled=self._sampled))
         self._within = True
         with self._raise_rank_death():
             result = runner.execute(plan, masks)
@@ -295,9 +296,9 @@ class Ranks:
             raise RankDiedError(str(ended)) from ended
         return [error and f"rank {rank}: {error}" for rank, error in enumerate(errors, start=1)]
 
-    def _tell(self, order: RankOrder) -> None:
-        message = msgspec.msgpack.encode(order)
-        with self._telling, self._raise_rank_death():
+    def _send_to_all(self, command: RankCommand) -> None:
+        message = msgspec.msgpack.encode(command)
+        with self._sending, self._raise_rank_death():
             for other in self._others:
                 other.connection.send_bytes(message)
 
@@ -369,36 +370,36 @@ class _RankProcess:
             )
         self.connection.send_bytes(msgspec.msgpack.encode(start))
         self._name = f"rank {start.rank} of {start.options.tensor_parallel_size}"
-        self._news = queue.SimpleQueue[RankNews]()
+        self._replies = queue.SimpleQueue[RankReply]()
         self._adapters = queue.SimpleQueue[RankAdapterRead]()  # apart: they are read beside the steps
         threading.Thread(target=self._listen, args=(on_death,), name=self._name, daemon=True).start()
 
-    def expect(self, kind: type[_N]) -> _N:
-        """Wait for the next news, which must be of this kind. Raises ModelRefusedError where the rank has ended."""
-        news = self._news.get()
-        if isinstance(news, EngineFailed):
-            raise ModelRefusedError(news.error)
-        assert isinstance(news, kind)
-        return news
+    def expect(self, kind: type[_R]) -> _R:
+        """Wait for the next reply, which must be of this kind. Raises ModelRefusedError where the rank has ended."""
+        reply = self._replies.get()
+        if isinstance(reply, EngineFailed):
+            raise ModelRefusedError(reply.error)
+        assert isinstance(reply, kind)
+        return reply
 
     def expect_adapter(self) -> RankAdapterRead:
         """Wait until the rank has read an adapter, or has ended."""
         return self._adapters.get()
 
     def _listen(self, on_death: Callable[[EngineFailed], object]) -> None:
-        decoder = msgspec.msgpack.Decoder(RankNews)
+        decoder = msgspec.msgpack.Decoder(RankReply)
         failure = None
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
-                news = decoder.decode(self.connection.recv_bytes())
-                if isinstance(news, EngineFailed):
-                    failure = news
-                elif isinstance(news, RankAdapterRead):
-                    self._adapters.put(news)
+                reply = decoder.decode(self.connection.recv_bytes())
+                if isinstance(reply, EngineFailed):
+                    failure = reply
+                elif isinstance(reply, RankAdapterRead):
+                    self._adapters.put(reply)
                 else:
-                    self._news.put(news)
+                    self._replies.put(reply)
         failed = failure or EngineFailed(describe_exit(self._name, self.process.wait()))
-        self._news.put(failed)
+        self._replies.put(failed)
         self._adapters.put(RankAdapterRead(failed.error))
         on_death(failed)
 

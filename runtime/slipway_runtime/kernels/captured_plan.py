@@ -115,13 +115,13 @@ def empty_chunks(capacity: ChunkCapacity, padding_row: int) -> StaticChunks:
     work[:, 4] = CHUNK_SPLIT
     merges = np.zeros((capacity.tokens, 3), dtype=np.int32)
     merges[:, 0] = np.arange(capacity.tokens)  # of no split: the token's output becomes zero
-    return (
-        np.full(capacity.rows, padding_row, dtype=np.int64),
-        np.zeros(capacity.rows, dtype=np.int32),
-        np.zeros(capacity.chunks + 2, dtype=np.int32),
-        work,
-        merges,
-    )
+    return all_padding(capacity, padding_row, work, merges)
+
+
+def all_padding(capacity: ChunkCapacity, padding_row: int, work: Int32s, merges: Int32s) -> StaticChunks:
+    """Static inputs of which every row is padding, with these programs."""
+    rows = np.full(capacity.rows, padding_row, dtype=np.int64)
+    return rows, np.zeros(capacity.rows, dtype=np.int32), np.zeros(capacity.chunks + 2, dtype=np.int32), work, merges
 
 
 def pack_chunks(

@@ -154,13 +154,7 @@ def empty_chunks(capacity: ChunkCapacity, padding_row: int) -> StaticChunks:
     work, merges = np.zeros((capacity.programs, 4), dtype=np.int32), np.zeros((capacity.tokens, 3), dtype=np.int32)
     work[:, 0] = capacity.chunks  # the row that is always padding
     merges[:, 0], merges[:, 2] = np.arange(capacity.tokens), capacity.chunks  # of no split: the output becomes zero
-    return (
-        np.full(capacity.rows, padding_row, dtype=np.int64),
-        np.zeros(capacity.rows, dtype=np.int32),
-        np.zeros(capacity.chunks + 2, dtype=np.int32),
-        work,
-        merges,
-    )
+    return captured_plan.all_padding(capacity, padding_row, work, merges)
 
 
 def pack_chunks(

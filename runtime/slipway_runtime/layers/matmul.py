@@ -4,7 +4,8 @@ A class stores weights in the form that it computes with.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
@@ -52,6 +53,18 @@ class Dense:
     def nbytes(self) -> int:
         """Bytes of the weights."""
         return self.weight.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulMakers:
+    """Functions that make the `Matmul` of a model's matrices."""
+
+    layers: MakeMatmul = Dense
+    head: MakeMatmul = Dense  # lm_head
+    routers: MakeMatmul = Dense  # of mixtures of experts
+
+
+ALL_DENSE: Final = MatmulMakers()
 
 
 # Rows of a tile, by device type; the first that passes the check is used. A GPU reads the weights for 128 rows in the

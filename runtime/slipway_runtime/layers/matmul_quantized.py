@@ -5,8 +5,9 @@
   integer sums (VNNI on a CPU): the fastest that a CPU has. A row's scale depends on no other row.
 - `ScaledFp8` does the same in float8 on GPUs that multiply float8.
 - `GroupedFp8` (W8A16) has a scale for each group of inputs, as checkpoints in blocks of 128 × 128 do.
-- `Int4` (W4A16) has a scale and a zero for each group of inputs, and is multiplied by torch's int4 kernels.
-Each but the last two takes an unquantized matrix, which it quantizes, or one that the checkpoint has in its format.
+- `Int4` (W4A16) has a scale and a zero for each group of inputs; on CPUs torch's int4 kernel multiplies it, on GPUs
+  (`GpuInt4`) ours.
+Each but the last three takes an unquantized matrix, which it quantizes, or one that the checkpoint has in its format.
 """
 
 import warnings
@@ -184,46 +185,37 @@ class GroupedFp8:
 
 
 _GROUPS: Final = (32, 64, 128, 256)
-_INNER_TILES: Final = 8  # of 16 inputs, that a GPU's thread block reads together
-_MIDDLE: Final = 8  # the kernels subtract it from each code
+_MIDDLE: Final = 8  # the kernel subtracts it from each code
 
 
 class Int4:
-    """Weight-only int4: w = (code - 8) · scale + zero, by groups.
+    """Weight-only int4 on a CPU: w = (code - 8) · scale + zero, by groups.
 
-    On a CPU rows of x are rounded to bfloat16, whatever the model's dtype. One thread of a Xeon with AVX512, a matrix
-    of 4096 × 4096 in groups of 128, ms at 1 / 8 / 32 / 128 rows:
+    Rows of x are rounded to bfloat16, whatever the model's dtype. One thread of a Xeon with AVX512, a matrix of
+    4096 × 4096 in groups of 128, ms at 1 / 8 / 32 / 128 rows:
 
         four bits            0.5   7.2  15.0  89
         F.linear, bfloat16   8.4  11.3  12.8  36
         F.linear, float32     19    47   111  163
-
-    On a GPU the kernel is tinygemm's, for bfloat16 from compute capability 8.0 on; it has not been run here on a GPU.
     """
 
-    __slots__ = ("_group", "_on_cpu", "_order", "_packed", "_scales_and_zeros", "in_features", "out_features")
+    __slots__ = ("_group", "_order", "_packed", "_scales_and_zeros", "in_features", "out_features")
     rows_are_independent = False
 
     def __init__(self, weight: QuantizedWeight) -> None:
         self.out_features, self.in_features = weight.shape
         self._group = weight.group
         self._order = weight.order
-        self._on_cpu = weight.device.type == "cpu"
         # (code - zero) · scale = (code - 8) · scale + (8 - zero) · scale
         zeros = (_MIDDLE - (0.0 if weight.zeros is None else weight.zeros)) * weight.scales
         both = torch.stack((weight.scales.T, zeros.T), dim=-1)
         self._scales_and_zeros = both.to(torch.bfloat16).contiguous()  # (groups, out, 2)
-        if self._on_cpu:
-            self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes.int(), 1)
-        else:
-            pairs = (weight.codes[:, ::2] << 4 | weight.codes[:, 1::2]).contiguous()
-            self._packed = torch.ops.aten._convert_weight_to_int4pack(pairs, _INNER_TILES)
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes.int(), 1)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (T, in) -> (T, out)."""
         rows = (x if self._order is None else x.index_select(1, self._order)).to(torch.bfloat16).contiguous()
-        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu if self._on_cpu else torch.ops.aten._weight_int4pack_mm
-        y: Tensor = multiply(rows, self._packed, self._group, self._scales_and_zeros)
+        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self._packed, self._group, self._scales_and_zeros)
         return y.to(x.dtype)
 
     @property
@@ -233,14 +225,49 @@ class Int4:
 
     @staticmethod
     def fits(weight: QuantizedWeight) -> bool:
-        """Whether this device's int4 kernel supports a matrix of this format and shape."""
+        """Whether this is such a weight on a CPU whose int4 kernel supports its shape."""
         out_features, in_features = weight.shape
         if weight.bits != 4 or weight.group not in _GROUPS or in_features % weight.group or out_features % 16:
             return False
-        if weight.device.type == "cpu":
-            return works_here()
-        capable = weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) >= OLDEST
-        return capable and weight.dtype == torch.bfloat16 and in_features % (16 * _INNER_TILES) == 0
+        return weight.device.type == "cpu" and works_here()
+
+
+class GpuInt4:
+    """Weight-only int4 on a GPU: w = (code - zero) · scale, by groups, multiplied in the dtype of x."""
+
+    __slots__ = ("_order", "_weight", "in_features", "out_features")
+    rows_are_independent = False
+
+    def __init__(self, weight: QuantizedWeight) -> None:  # (out, in)
+        from slipway_runtime.kernels import int4_products  # Triton, which a CPU never imports
+
+        self.out_features, self.in_features = weight.shape
+        self._order = weight.order
+        self._weight = int4_products.pack(weight.codes, weight.scales, weight.zeros, weight.group)
+        int4_products.compile_times_int4(self._weight, weight.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (T, in) -> (T, out)."""
+        from slipway_runtime.kernels.int4_products import MOST_ROWS, numbers_of_int4, times_int4
+
+        rows = x if self._order is None else x.index_select(1, self._order)
+        if len(rows) <= MOST_ROWS:
+            return times_int4(rows, self._weight)
+        return F.linear(rows, numbers_of_int4(self._weight, x.dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and zeros."""
+        return self._weight.nbytes
+
+    @staticmethod
+    def fits(weight: QuantizedWeight) -> bool:
+        """Whether this is such a weight on a GPU."""
+        if weight.bits != 4 or weight.group % 32 or weight.shape[1] % weight.group:
+            return False
+        if weight.device.type != "cuda" or weight.dtype.itemsize != 2:
+            return False
+        return torch.cuda.get_device_capability(weight.device) >= OLDEST
 
 
 _checked: list[bool] = []

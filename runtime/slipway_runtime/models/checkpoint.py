@@ -255,7 +255,7 @@ class Checkpoint:
             raise ModelRefusedError(f"the checkpoint lacks the tensor {name}")
         file, entry = self._places[name]
         tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
-        file.copy_into(tensor.view(-1), entry, self._tell if taken else lambda _: None)
+        file.copy_into(tensor.view(-1), entry, self._report if taken else lambda _: None)
         if taken:
             with self._lock:
                 self._left.discard(name)
@@ -277,9 +277,9 @@ class Checkpoint:
             )
         wanted = entry if rows is None else entry.rows(rows)
         tensor = torch.empty(wanted.shape, dtype=dtype or self.dtype, device=self.device)
-        file.copy_into(tensor.view(-1), wanted, self._tell)
+        file.copy_into(tensor.view(-1), wanted, self._report)
         if rows is not None:
-            self._tell(entry.nbytes - wanted.nbytes)
+            self._report(entry.nbytes - wanted.nbytes)
         with self._lock:
             self._left.discard(name)
             self.bytes += tensor.nbytes
@@ -309,7 +309,7 @@ class Checkpoint:
         """Accept that tensors whose names match are not read."""
         self._left -= {name for name in self._left if is_not_needed(name)}
 
-    def _tell(self, count: int) -> None:
+    def _report(self, count: int) -> None:
         with self._lock:
             self._read += count
             self._on_progress(self._read, self._total)

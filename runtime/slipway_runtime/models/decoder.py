@@ -1,7 +1,6 @@
 """The decoder of all model families, and `load_decoder`; differences are in the config (listed in `families`)."""
 
 import structlog
-import torch
 from torch import Tensor
 
 from slipway_runtime.kernels.dispatch import Kernels
@@ -9,7 +8,7 @@ from slipway_runtime.layers.attention import StepContext
 from slipway_runtime.layers.decoder_layer import DecoderLayer
 from slipway_runtime.layers.embedding import Embedding
 from slipway_runtime.layers.linear import Linear
-from slipway_runtime.layers.matmul import Dense, MakeMatmul
+from slipway_runtime.layers.matmul import ALL_DENSE, Dense, MatmulMakers
 from slipway_runtime.layers.norm import RMSNorm
 from slipway_runtime.layers.rotary import RopeScaling, Rotary
 from slipway_runtime.models.checkpoint import Checkpoint
@@ -83,25 +82,18 @@ def load_decoder(
     checkpoint: Checkpoint,
     kernels: Kernels,
     max_positions: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    make_matmul: MakeMatmul = Dense,
-    make_head: MakeMatmul = Dense,
+    makers: MatmulMakers = ALL_DENSE,
     share: Shard = WHOLE,
     *,
     scores_tokens: bool = True,
-    make_router: MakeMatmul = Dense,
 ) -> Decoder:
-    """Build the decoder, or a rank's share of it, from a checkpoint's tensors.
+    """Build the decoder, or a rank's share of it, from a checkpoint's tensors, in its dtype and on its device.
 
-    make_matmul, make_head, make_router: choose the `Matmul` of the matrices. scores_tokens: False if the engine never
-    samples, so that lm_head is not read.
+    scores_tokens: False if the engine never samples, so that lm_head is not read.
     """
     hidden, vocabulary = config.hidden_size, config.vocab_size
-    weights = WeightReader(checkpoint, parse_quantization(config.quantization), dtype)
-    loader = LayerLoader(
-        config, checkpoint, weights, kernels, make_matmul=make_matmul, make_router=make_router, share=share
-    )
+    weights = WeightReader(checkpoint, parse_quantization(config.quantization), checkpoint.dtype)
+    loader = LayerLoader(config, checkpoint, weights, kernels, makers, share)
     tokens = share.of_vocabulary(vocabulary)
     table = checkpoint.take("model.embed_tokens.weight", vocabulary, hidden, rows=tokens)
     layers = checkpoint.in_parallel(loader.layer, config.num_layers)
@@ -112,7 +104,7 @@ def load_decoder(
         checkpoint.ignore("lm_head.weight")
     if scores_tokens:  # tied: the embedding matrix is also lm_head
         tied = config.tied_embeddings
-        head = Linear(make_head(table if tied else weights.matrix("lm_head", vocabulary, hidden, rows=tokens)))
+        head = Linear(makers.head(table if tied else weights.matrix("lm_head", vocabulary, hidden, rows=tokens)))
     embedding = Embedding(
         table,
         shared=head is not None and isinstance(head.matmul, Dense) and head.matmul.weight is table,
@@ -125,8 +117,8 @@ def load_decoder(
         config.rope_theta,
         config.rope_scaling,
         max_positions,
-        dtype,
-        device,
+        checkpoint.dtype,
+        checkpoint.device,
         rotary_dim=config.rotary_dim,
         variants=_rotary_variants(config),
     )

@@ -25,7 +25,7 @@ from slipway_runtime.layers.attention import Attention
 from slipway_runtime.layers.decoder_layer import DecoderLayer, DenseMlp, Mlp
 from slipway_runtime.layers.experts import ExpertsMlp, GroupedExperts, StackedExperts
 from slipway_runtime.layers.linear import Linear
-from slipway_runtime.layers.matmul import MakeMatmul
+from slipway_runtime.layers.matmul import MatmulMakers
 from slipway_runtime.layers.norm import RMSNorm
 from slipway_runtime.layers.quantized_weight import QuantizedWeight, Weight, concatenated, dequantized, select_rows
 from slipway_runtime.layers.rotary import reorder_rotary_dims
@@ -46,9 +46,7 @@ def load_experts(
     weights: WeightReader,
     prefix: str,
     kernels: Kernels,
-    *,
-    make_matmul: MakeMatmul,
-    make_router: MakeMatmul,
+    makers: MatmulMakers,
     share: Shard,
     cut: InputCut,
 ) -> ExpertsMlp:
@@ -73,7 +71,7 @@ def load_experts(
             _load_expert(config, weights, f"{block}.experts.{number}", names, own, cut) for number in range(about.count)
         ]
     router = Linear(
-        make_router(checkpoint.take(f"{router_name}.weight", about.count, hidden)),
+        makers.routers(checkpoint.take(f"{router_name}.weight", about.count, hidden)),
         checkpoint.take(f"{router_name}.bias", about.count) if about.biased else None,
     )
     experts: GroupedExperts | StackedExperts
@@ -88,7 +86,7 @@ def load_experts(
         )
         experts = StackedExperts(stacked, kernels)
     else:
-        matrices = [(make_matmul(gate_up), make_matmul(down)) for gate_up, down in pairs]
+        matrices = [(makers.layers(gate_up), makers.layers(down)) for gate_up, down in pairs]
         experts = GroupedExperts(matrices, kernels, biases=biases, limit=about.swiglu_limit)
     return ExpertsMlp(
         router, experts, kernels, per_token=about.per_token, normalize=about.normalize, reduce=share.reduce
@@ -207,9 +205,7 @@ class LayerLoader:
         checkpoint: Checkpoint,
         weights: WeightReader,
         kernels: Kernels,
-        *,
-        make_matmul: MakeMatmul,
-        make_router: MakeMatmul,
+        makers: MatmulMakers,
         share: Shard,
     ) -> None:
         self._config = config
@@ -217,8 +213,7 @@ class LayerLoader:
         self._checkpoint = checkpoint
         self._weights = weights
         self._kernels = kernels
-        self._make_matmul = make_matmul
-        self._make_router = make_router
+        self._makers = makers
         self._share = share
         self.cut = InputCut(share)
 
@@ -280,7 +275,7 @@ class LayerLoader:
                 for name, weight, bias in parts
             ]
             parts.append(values)
-        return Linear.merged(parts, self._make_matmul)
+        return Linear.merged(parts, self._makers.layers)
 
     def _rotary_row_order(self, count: int) -> Tensor:
         """Row indices that put a q or k projection into the order of the rotary table."""
@@ -310,7 +305,7 @@ class LayerLoader:
         weight = self.cut(self._weights.matrix(name, hidden, in_size))
         own_bias = self._checkpoint.take(f"{name}.bias", hidden) if bias else None
         # Only rank 0 has the bias, so that the all-reduce adds it once.
-        return Linear.merged([(name, weight, own_bias if share.rank == 0 else None)], self._make_matmul, share.reduce)
+        return Linear.merged([(name, weight, own_bias if share.rank == 0 else None)], self._makers.layers, share.reduce)
 
     def _mlp(self, index: int, prefix: str) -> Mlp:
         config = self._config
@@ -321,17 +316,16 @@ class LayerLoader:
                 self._weights,
                 prefix,
                 self._kernels,
-                make_matmul=self._make_matmul,
-                make_router=self._make_router,
-                share=self._share,
-                cut=self.cut,
+                self._makers,
+                self._share,
+                self.cut,
             )
         inner = config.intermediate_size
         parts = self._column_parallel(
             f"{prefix}.mlp", ("gate_proj", "up_proj"), (inner, inner), "gate_up_proj", bias=config.mlp_bias
         )
         return DenseMlp(
-            Linear.merged(parts, self._make_matmul),
+            Linear.merged(parts, self._makers.layers),
             self._row_parallel(f"{prefix}.mlp.down_proj", inner, bias=config.mlp_bias),
             self._kernels,
             activation=config.activation,

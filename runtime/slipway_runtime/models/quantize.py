@@ -34,6 +34,7 @@ of its base model in config.json.
 """
 
 import re
+from functools import partial
 from typing import Final
 
 import torch
@@ -42,9 +43,9 @@ from torch import Tensor
 from slipway_api.memory import CPU_BF16_PARAMETERS
 from slipway_runtime.kernels import native
 from slipway_runtime.kernels.kv_pages import KV_DTYPES
-from slipway_runtime.layers.matmul import MakeMatmul, Matmul, RowsDifferError, Tiled
+from slipway_runtime.layers.matmul import MakeMatmul, Matmul, MatmulMakers, RowsDifferError, Tiled
 from slipway_runtime.layers.matmul_cpu import NativeBf16, NativeInt8, computes_bf16, prepacked
-from slipway_runtime.layers.matmul_quantized import DynamicInt8, GroupedFp8, Int4, ScaledFp8, WeightOnly
+from slipway_runtime.layers.matmul_quantized import DynamicInt8, GpuInt4, GroupedFp8, Int4, ScaledFp8, WeightOnly
 from slipway_runtime.layers.quantized_weight import QuantizedWeight, Weight, dequantized
 from slipway_runtime.models.config import ModelConfig, ModelRefusedError
 from slipway_runtime.models.quantized_checkpoint import parse_quantization
@@ -69,7 +70,7 @@ def choose_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch
         return torch.bfloat16 if capable and config.num_parameters >= CPU_BF16_PARAMETERS else torch.float32
     form = parse_quantization(config.quantization)
     if form is not None and form.name == "int4":
-        return torch.bfloat16  # the int4 kernel supports no other dtype; AWQ's and GPTQ's config files have float16
+        return torch.bfloat16  # of more range than the float16 in the config files of AWQ and GPTQ
     return torch.float16 if config.dtype == "float16" else torch.bfloat16
 
 
@@ -128,18 +129,21 @@ def matmul_maker(
     return make
 
 
-def head_maker(
+def matmul_makers(
     quantization: str, *, deterministic: bool, device: torch.device, dtype: torch.dtype | None = None
-) -> MakeMatmul:
-    """`matmul_maker` for lm_head, which fp8 does not quantize."""
-    kept = "none" if quantization == "fp8" else quantization
-    return matmul_maker(kept, deterministic=deterministic, device=device, dtype=dtype)
+) -> MatmulMakers:
+    """`matmul_maker` for each kind of matrix: fp8 does not quantize lm_head, and nothing does routers."""
+    maker = partial(matmul_maker, deterministic=deterministic, device=device)
+    of_head = "none" if quantization == "fp8" else quantization
+    return MatmulMakers(maker(quantization, dtype=dtype), maker(of_head, dtype=dtype), maker("none"))
 
 
 def _keep(weight: QuantizedWeight, *, dynamic: bool) -> Matmul | None:
     """A `Matmul` on the checkpoint's own codes, if this machine multiplies them; None: dequantize the weight."""
     if weight.bits == 4:
-        return Int4(weight) if Int4.fits(weight) else None
+        if Int4.fits(weight):
+            return Int4(weight)
+        return GpuInt4(weight) if GpuInt4.fits(weight) else None
     if (codes := weight.as_one_scale_rows()) is None:
         return GroupedFp8(weight) if GroupedFp8.fits(weight) else None
     if weight.device.type == "cpu":

@@ -28,7 +28,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor
 
 from slipway_runtime.layers.linear import Reduce
-from slipway_runtime.layers.matmul_quantized import GroupedFp8, Int4
+from slipway_runtime.layers.matmul_quantized import GpuInt4, GroupedFp8, Int4
 from slipway_runtime.layers.quantized_weight import QuantizedWeight, Weight, dequantized
 from slipway_runtime.models.config import ModelConfig, ModelRefusedError
 
@@ -81,7 +81,7 @@ class InputCut:
         if part is not None:
             return part
         numbers = dequantized(weight)[:, own].contiguous()
-        if isinstance(weight, QuantizedWeight) and (Int4.fits(weight) or GroupedFp8.fits(weight)):
+        if isinstance(weight, QuantizedWeight) and any(kind.fits(weight) for kind in (Int4, GpuInt4, GroupedFp8)):
             self._numbers.append(numbers.nbytes)
         return numbers
 

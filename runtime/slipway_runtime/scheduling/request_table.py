@@ -113,7 +113,7 @@ class RequestTable:
         self.counters.prompt_tokens += len(request.prompt_token_ids)
         for answer in answers:
             if self.residency is not None and answer.adapter:
-                self.residency.join(answer.adapter, now)
+                self.residency.start_request(answer.adapter, now)
             if request.deadline is not None:
                 heapq.heappush(self._deadlines, (request.deadline, answer.serial, answer))
         for answer in answers:
@@ -311,7 +311,7 @@ class RequestTable:
         self._release_row_and_blocks(sequence)
         self._shares.leave(sequence.share)
         if self.residency is not None and sequence.adapter:
-            self.residency.leave(sequence.adapter)
+            self.residency.end_request(sequence.adapter)
 
     def _release_row_and_blocks(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)

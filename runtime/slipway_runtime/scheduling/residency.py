@@ -24,7 +24,7 @@ Pure.
 from collections.abc import Iterable
 from typing import Final, Protocol
 
-from slipway_runtime.messages import AdapterLoad, AdapterState, AdapterStatus
+from slipway_runtime.messages import ADAPTERS_MAY_TAKE, AdapterLoad, AdapterState, AdapterStatus
 from slipway_runtime.scheduling.adapter_state import (
     BASE_SLOT,
     Adapter,
@@ -125,7 +125,7 @@ class Residency:
 
     # --- called by the loader of adapters
 
-    def loading(self, digest: str, *, pinned: bool = False) -> bool:
+    def register(self, digest: str, *, pinned: bool = False) -> bool:
         """Register an adapter. True: the caller must read it from storage; False: it is known already."""
         adapter = self._adapters.get(digest)
         self.version += 1
@@ -136,7 +136,7 @@ class Residency:
         self._adapters[digest] = Adapter(digest, pinned=pinned)
         return True
 
-    def loaded(self, digest: str, *, num_bytes: int, rank: int) -> None:
+    def note_loaded(self, digest: str, *, num_bytes: int, rank: int) -> None:
         """Note that an adapter was read. Without memory for it now, it is known as on disk and its copy is dropped."""
         adapter = self._adapters.get(digest)
         if adapter is None:  # unloaded while it was read
@@ -148,7 +148,7 @@ class Residency:
         adapter.num_bytes, adapter.rank = num_bytes, rank
         if adapter.cost(self._block_bytes) > self.most_blocks:
             most = self.most_blocks * self._block_bytes
-            self.failed(digest, f"it takes {num_bytes} bytes; all adapters together may take {most}")
+            self.note_failed(digest, f"it takes {num_bytes} bytes; {ADAPTERS_MAY_TAKE} {most}")
             self._dropped.append(digest)
         elif reserved or self._make_room_for(adapter):
             self._move(adapter, AdapterState.HOST)
@@ -156,7 +156,7 @@ class Residency:
             self._move(adapter, AdapterState.DISK)
             self._dropped.append(digest)
 
-    def failed(self, digest: str, error: str) -> None:
+    def note_failed(self, digest: str, error: str) -> None:
         """Note that an adapter could not be read."""
         adapter = self._adapters.get(digest)
         if adapter is not None and adapter.state is AdapterState.LOADING:
@@ -187,7 +187,7 @@ class Residency:
         adapter = self._adapters.get(digest)
         return "" if adapter is None else adapter.failure
 
-    def join(self, digest: str, now: float) -> None:
+    def start_request(self, digest: str, now: float) -> None:
         """Count a new request for an adapter."""
         adapter = self._adapters[digest]
         adapter.requests += 1
@@ -195,7 +195,7 @@ class Residency:
         adapter.popularity = adapter.popularity_at(now, self._half_life) + 1.0
         adapter.last_used = now
 
-    def leave(self, digest: str) -> None:
+    def end_request(self, digest: str) -> None:
         """Uncount a request that has ended and is in no plan in flight."""
         adapter = self._adapters[digest]
         adapter.requests -= 1

@@ -372,18 +372,18 @@ class Scheduler:
         """Which text blocks of gateways became cached or were evicted since the last call; None: none."""
         return self.pool.text_blocks.take() if self.pool.text_blocks is not None else None
 
-    def adapter_loading(self, digest: str, now: float, *, pinned: bool = False) -> bool:
-        """Register an adapter. True: read it, then call `adapter_loaded` or `adapter_failed`."""
-        return self._adapters.loading(digest, pinned=pinned)
+    def register_adapter(self, digest: str, now: float, *, pinned: bool = False) -> bool:
+        """Register an adapter. True: read it, then call `note_adapter_loaded` or `note_adapter_failed`."""
+        return self._adapters.register(digest, pinned=pinned)
 
-    def adapter_loaded(self, digest: str, now: float, *, num_bytes: int, rank: int) -> None:
+    def note_adapter_loaded(self, digest: str, now: float, *, num_bytes: int, rank: int) -> None:
         """Note that an adapter was read. Without memory for it now, `take_dropped_adapters` names it at once."""
-        self._adapters.loaded(digest, num_bytes=num_bytes, rank=rank)
+        self._adapters.note_loaded(digest, num_bytes=num_bytes, rank=rank)
         self._end_requests_of_failed_adapter(digest, now)
 
-    def adapter_failed(self, digest: str, error: str, now: float) -> None:
+    def note_adapter_failed(self, digest: str, error: str, now: float) -> None:
         """Note that an adapter could not be read: requests that wait for it end with that error."""
-        self._adapters.failed(digest, error)
+        self._adapters.note_failed(digest, error)
         self._end_requests_of_failed_adapter(digest, now)
 
     def unload_adapter(self, digest: str, now: float) -> bool:
@@ -400,7 +400,7 @@ class Scheduler:
         return self.residency.version if self.residency is not None else 0
 
     def take_wanted_adapters(self) -> tuple[str, ...]:
-        """The adapters to read now, whose memory is reserved: call `adapter_loaded` or `adapter_failed` for each."""
+        """The adapters to read now, for which memory is reserved; the caller notes for each how that ended."""
         return self.residency.take_wanted() if self.residency is not None else ()
 
     def take_dropped_adapters(self) -> tuple[str, ...]:

@@ -125,8 +125,8 @@ def play(
     )
     run = _Run(scheduler, machine)
     for name in sorted({request.adapter for request in trace}):
-        if scheduler.adapter_loading(name, 0.0):
-            scheduler.adapter_loaded(name, 0.0, num_bytes=machine.adapter_bytes, rank=8)
+        if scheduler.register_adapter(name, 0.0):
+            scheduler.note_adapter_loaded(name, 0.0, num_bytes=machine.adapter_bytes, rank=8)
     for number, request in enumerate(trace):
         run.until(request.at_ms)
         run.add(f"{number}", request)
@@ -171,7 +171,7 @@ class _Run:
         scheduler = self._scheduler
         for done, name in [entry for entry in self._reading if entry[0] <= self._now]:
             self._reading.remove((done, name))
-            scheduler.adapter_loaded(name, self._now / 1000, num_bytes=self._machine.adapter_bytes, rank=8)
+            scheduler.note_adapter_loaded(name, self._now / 1000, num_bytes=self._machine.adapter_bytes, rank=8)
         plan = scheduler.schedule(self._now / 1000)
         if plan.rows:
             self._now += self._machine.step_ms + self._machine.prefill_ms_per_token * sum(plan.num_new)

@@ -35,7 +35,7 @@ import structlog
 from slipway_api.adapter_conditions import AdapterReason
 from slipway_api.runtime_api import AdapterInfo
 from slipway_runtime.engine.client import EngineClient, EngineDead
-from slipway_runtime.messages import AdapterState, AdapterStatus, LoadAdapter, Reply, UnloadAdapter
+from slipway_runtime.messages import ADAPTERS_MAY_TAKE, AdapterState, AdapterStatus, LoadAdapter, Reply, UnloadAdapter
 from slipway_runtime.models.adapter_files import (
     AdapterNotFoundError,
     AdapterRefusedError,
@@ -140,7 +140,6 @@ log = structlog.get_logger()
 MAX_NAMES: Final = 1024
 FETCH_THREADS: Final = 4
 FETCH_SECONDS: Final = 1800.0  # for one adapter; the largest takes minutes
-TOO_LARGE: Final = "all adapters together may take"  # part of the scheduler's refusal of an adapter that can never fit
 
 
 class Base(Protocol):
@@ -338,7 +337,7 @@ class AdapterRegistry:
         if reply.error:
             await self._forget_rejected(fetched.digest)
             sentence = f"the adapter cannot be used: {redact_paths(reply.error, fetched.path)}"
-            is_too_large = TOO_LARGE in reply.error
+            is_too_large = ADAPTERS_MAY_TAKE in reply.error
             reason = AdapterReason.CAPACITY_EXCEEDED if is_too_large else AdapterReason.ENGINE_REJECTED
             raise ApiError(400, sentence, param="lora_path", reason=reason)
 

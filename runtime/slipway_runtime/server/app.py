@@ -15,7 +15,6 @@ from starlette.types import ASGIApp, Message
 import slipway_api
 from slipway_api import names
 from slipway_runtime.server import (
-    about,
     adapter_routes,
     admin,
     chat,
@@ -23,8 +22,11 @@ from slipway_runtime.server import (
     embeddings,
     errors,
     messages_api,
+    models_api,
     responses,
+    status_api,
     text_blocks,
+    tokenize_api,
 )
 from slipway_runtime.server.middleware import ServingMiddleware
 from slipway_runtime.server.model_choice import ModelChoice
@@ -58,8 +60,9 @@ def serving_app(
     )
     app.state.replica = replica
     errors.install(app)
-    generating = (chat.router, completions.router, responses.router, messages_api.router)
-    for router in (*generating, embeddings.router, about.router, about.probes, text_blocks.router):
+    generating = (chat.router, completions.router, responses.router, messages_api.router, embeddings.router)
+    status = (status_api.router, status_api.probes, text_blocks.router)
+    for router in (*generating, models_api.router, tokenize_api.router, *status):
         app.include_router(router)
     if adapter_endpoints:
         app.include_router(adapter_routes.router)
@@ -86,7 +89,7 @@ def admin_app(replica: Replica, choice: ModelChoice, *, token_digests: tuple[str
     app.state.model_choice = choice
     app.state.admin_token_digests = token_digests
     errors.install(app)
-    for router in (admin.open_routes, admin.routes, about.probes):
+    for router in (admin.open_routes, admin.routes, status_api.probes):
         app.include_router(router)
     return app
 

@@ -2,7 +2,8 @@
 
     admitted → queued → prefill → decode → streamed → ended; each moment has its time in the record
 
-Each engine request makes `n` answers; `answering.py` writes them to the client. A resumed answer is its own request.
+Each engine request makes `n` answers, which `response_builder.py` writes to the client. A resumed answer is a request
+of its own.
 """
 
 import secrets
@@ -17,13 +18,13 @@ from slipway_runtime.engine.client import EngineError
 from slipway_runtime.engine.detokenizer import Detokenizer, StopStrings
 from slipway_runtime.messages import EngineFacts, FinishReason, Grammar, Output, Request, SamplingParams
 from slipway_runtime.server import sampling
-from slipway_runtime.server.answering import ResponseBuilder, Shape
 from slipway_runtime.server.errors import ApiError, of_engine
 from slipway_runtime.server.generation import Choice, Delta, Generation, Outputs
 from slipway_runtime.server.openai_types import GenerationRequest
 from slipway_runtime.server.prompt import Prompt
 from slipway_runtime.server.replica import Replica
 from slipway_runtime.server.request_context import Caller, Served
+from slipway_runtime.server.response_builder import ResponseBuilder, ResponseFormat
 from slipway_runtime.server.sse import Dialect, OpenAIChunks
 
 
@@ -36,7 +37,7 @@ class Call:
     caller: Caller
     served: Served
     prompts: Sequence[Prompt]
-    shape: Shape
+    format: ResponseFormat
     arrived: float
     prompt_field: str
     otherwise_max_tokens: int | None
@@ -56,19 +57,19 @@ async def answer(call: Call) -> Response:
         [len(prompt.token_ids) for prompt in call.prompts],
         repeats=call.dialect.repeats,
     )
-    answering = ResponseBuilder(call.http, call.body, call.caller, call.served, call.shape, replica, call.dialect)
+    builder = ResponseBuilder(call.http, call.body, call.caller, call.served, call.format, replica, call.dialect)
     try:
         for number, (prompt, each) in enumerate(zip(call.prompts, params, strict=True)):
-            _submit(call, answering, number, prompt, each, replica)
+            _submit(call, builder, number, prompt, each, replica)
     except EngineError as error:
-        await answering.abandon()
+        await builder.abandon()
         refusal = of_engine(error)
         call.served.model.metrics.refused(refusal.status)
         raise refusal from None
     except BaseException:
-        await answering.abandon()  # whatever it was: the prompts before this one must not run on without a reader
+        await builder.abandon()  # whatever it was: the prompts before this one must not run on without a reader
         raise
-    return await (answering.as_stream() if call.body.stream else answering.as_body())
+    return await (builder.as_stream() if call.body.stream else builder.as_body())
 
 
 def _params(call: Call, prompt: Prompt) -> SamplingParams:
@@ -86,28 +87,28 @@ def _params(call: Call, prompt: Prompt) -> SamplingParams:
 
 
 def _submit(
-    call: Call, answering: ResponseBuilder, number: int, prompt: Prompt, params: SamplingParams, replica: Replica
+    call: Call, builder: ResponseBuilder, number: int, prompt: Prompt, params: SamplingParams, replica: Replica
 ) -> None:
     """Send one prompt to the engine; raises EngineError where the engine refuses it."""
     n = call.body.wanted_answers
     indices = range(number * n, number * n + n)
     if call.body.slipway_resume is None:
-        _generate(call, answering, prompt, params, replica, indices)
+        _generate(call, builder, prompt, params, replica, indices)
         return
     for i, index in enumerate(indices):  # resumed answers differ in length, so each is an engine request of its own
         resumed = call.body.slipway_resume.answers[index]
         if resumed.finished and not (call.dialect.repeats and resumed.output_token_ids):
-            answering.count_finished(prompt, len(resumed.output_token_ids))
+            builder.count_finished(prompt, len(resumed.output_token_ids))
             continue
         given = tuple(resumed.output_token_ids)
         prompt_logprobs = params.prompt_logprobs if not given else None  # sent with the first token
         own = msgspec.structs.replace(params, seed=params.seed + i, prompt_logprobs=prompt_logprobs)
-        _generate(call, answering, prompt, own, replica, (index,), given)
+        _generate(call, builder, prompt, own, replica, (index,), given)
 
 
 def _generate(
     call: Call,
-    answering: ResponseBuilder,
+    builder: ResponseBuilder,
     prompt: Prompt,
     params: SamplingParams,
     replica: Replica,
@@ -120,7 +121,7 @@ def _generate(
     choices = [_choice(call, index, prompt, params, facts) for index in indices]
     replayed = replay(choices[0], given, params, frozenset(facts.eos_token_ids)) if given else Replayed()
     request = Request(
-        id=f"{call.shape.id}-{secrets.token_hex(6)}-{indices[0]}",  # a client may choose the first part
+        id=f"{call.format.id}-{secrets.token_hex(6)}-{indices[0]}",  # a client may choose the first part
         prompt_token_ids=prompt.token_ids,
         params=params,
         arrived=call.arrived,
@@ -145,7 +146,7 @@ def _generate(
         on_output=model.metrics.between_outputs,
         known=replayed.end,
     )
-    answering.add(request, generation, prompt, replayed.before)
+    builder.add(request, generation, prompt, replayed.before)
 
 
 def _text_blocks(call: Call, prompt: Prompt) -> tuple[tuple[int, int], ...]:

@@ -8,7 +8,6 @@ from starlette.responses import Response
 
 from slipway_runtime.messages import Grammar, TokenLogprobs
 from slipway_runtime.server.answer_parts import AnswerParser, ReasoningUse, Segment, binds_at_once
-from slipway_runtime.server.answering import Writer
 from slipway_runtime.server.bodies import read_body
 from slipway_runtime.server.calls import Call, answer
 from slipway_runtime.server.errors import ApiError
@@ -21,6 +20,7 @@ from slipway_runtime.server.prompt import Prompt
 from slipway_runtime.server.reasoning import Part, ReasoningEvent, form_of
 from slipway_runtime.server.replica import LoadedModel, Replica
 from slipway_runtime.server.request_context import Caller, served_by
+from slipway_runtime.server.response_builder import ChoiceWriter
 from slipway_runtime.server.sse import Dialect, OpenAIChunks
 from slipway_runtime.server.structured import grammar_of
 from slipway_runtime.server.tool_calls import CallDelta, CallStart, TextEvent
@@ -29,7 +29,7 @@ from slipway_runtime.server.tools import ToolUse, tool_use
 router = APIRouter()
 
 
-class ChatShape:
+class ChatFormat:
     """The response format of chat completions."""
 
     def __init__(
@@ -53,7 +53,7 @@ class ChatShape:
         self._reasoning = reasoning
         self._logprobs = logprobs
 
-    def writer(self, index: int, prompt: Prompt) -> Writer:
+    def writer(self, index: int, prompt: Prompt) -> ChoiceWriter:
         """A writer for one answer."""
         splitter = self._reasoning.splitter(prompt, self._tools)
         parser = AnswerParser(splitter, self._tools.parser(), self._reasoning)
@@ -221,7 +221,7 @@ async def answer_chat(
             caller=caller,
             served=served,
             prompts=[prompt],
-            shape=ChatShape(body, tools, reasoning, logprobs, id=id, route=route),
+            format=ChatFormat(body, tools, reasoning, logprobs, id=id, route=route),
             arrived=arrived,
             prompt_field="messages",
             otherwise_max_tokens=None,
@@ -242,6 +242,12 @@ def reasoning_use(body: ChatRequest, model: LoadedModel, grammar: Grammar | None
         has_logprobs=route == "chat",  # the Responses API has logprobs of its messages only
         continued=body.messages[-1].text if body.continue_final_message else None,
     )
+
+
+async def count_prompt_tokens(http: Request, body: ChatRequest) -> int:
+    """The number of tokens of a conversation's prompt; raises ApiError as `answer_chat` does."""
+    model = served_by(http.app.state.replica, body.model, http).model
+    return len((await prompt_of(body, model, tool_use(body, model.prompts.template))).token_ids)
 
 
 async def prompt_of(body: ChatRequest, model: LoadedModel, tools: ToolUse) -> Prompt:

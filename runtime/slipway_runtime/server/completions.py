@@ -8,7 +8,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from slipway_runtime.messages import TokenLogprobs
-from slipway_runtime.server.answering import Writer
 from slipway_runtime.server.bodies import read_body
 from slipway_runtime.server.calls import Call, answer
 from slipway_runtime.server.errors import ApiError
@@ -19,13 +18,14 @@ from slipway_runtime.server.openai_types import CompletionRequest
 from slipway_runtime.server.prompt import Prompt
 from slipway_runtime.server.replica import LoadedModel, Replica
 from slipway_runtime.server.request_context import Caller, served_by
+from slipway_runtime.server.response_builder import ChoiceWriter
 from slipway_runtime.server.sampling import OPENAI_COMPLETION_TOKENS
 from slipway_runtime.server.structured import grammar_of
 
 router = APIRouter()
 
 
-class CompletionShape:
+class CompletionFormat:
     """The response format of completions."""
 
     route = "completions"
@@ -38,7 +38,7 @@ class CompletionShape:
         self._logprobs = logprobs
         self._scores: dict[int, PromptScores] = {}  # by the number of the prompt
 
-    def writer(self, index: int, prompt: Prompt) -> Writer:
+    def writer(self, index: int, prompt: Prompt) -> ChoiceWriter:
         """A writer for one answer."""
         scores = self._scores.setdefault(index // self._body.wanted_answers, PromptScores())
         return CompletionWriter(index, self._body, prompt, scores, self._logprobs)
@@ -158,7 +158,7 @@ async def create_completion(http: Request) -> Response:
             caller=caller,
             served=served,
             prompts=prompts,
-            shape=CompletionShape(body, logprobs),
+            format=CompletionFormat(body, logprobs),
             arrived=arrived,
             prompt_field="prompt",
             otherwise_max_tokens=OPENAI_COMPLETION_TOKENS,

@@ -22,9 +22,10 @@ Under /v1/messages the shape is Anthropic's: {"type": "error", "error": {"type":
 A 429 or 503 of a request that the engine has not taken carries `x-slipway-not-started`: another replica may serve it.
 """
 
+import contextlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import structlog
@@ -92,6 +93,20 @@ class ApiError(Exception):
         """The error as a response, in the format of the API that `path` belongs to."""
         body = anthropic_error(self.message, self.status, request_id) if is_anthropic(path) else self.body()
         return JSONResponse(body, status_code=self.status, headers=self.headers)
+
+
+@contextlib.contextmanager
+def renamed_fields(names_of_chat: Mapping[str, str]) -> Iterator[None]:
+    """Let errors name the fields of another API. names_of_chat: a field of chat completions → that API's field."""
+    try:
+        yield
+    except ApiError as error:
+        field = (error.param or "").partition(".")[0]
+        if own := names_of_chat.get(field):
+            error.param = own
+            if error.message.startswith(field):
+                error.message = own + error.message.removeprefix(field)
+        raise
 
 
 class Unsupported(ValueError):  # noqa: N818  reads as a sentence where it is raised

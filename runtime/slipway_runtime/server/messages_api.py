@@ -9,14 +9,12 @@ from starlette.responses import Response
 
 from slipway_api.anthropic_errors import anthropic_error
 from slipway_runtime.server.bodies import read_body
-from slipway_runtime.server.chat import answer_chat, prompt_of
-from slipway_runtime.server.errors import ApiError
-from slipway_runtime.server.messages_types import CountTokensRequest, MessagesRequest, as_messages_error
+from slipway_runtime.server.chat import answer_chat, count_prompt_tokens
+from slipway_runtime.server.errors import ApiError, renamed_fields
+from slipway_runtime.server.messages_types import FIELDS_OF_CHAT, CountTokensRequest, MessagesRequest
 from slipway_runtime.server.middleware import new_id
 from slipway_runtime.server.replica import Replica
-from slipway_runtime.server.request_context import served_by
 from slipway_runtime.server.responses import call_id
-from slipway_runtime.server.tools import tool_use
 
 router = APIRouter()
 
@@ -31,24 +29,16 @@ async def create_message(http: Request) -> Response:
     body = await read_body(http, MessagesRequest)
     chat = body.chat()
     id = (body.slipway_resume and body.slipway_resume.id) or new_id("msg").replace("-", "_", 1)
-    try:
+    with renamed_fields(FIELDS_OF_CHAT):
         return await answer_chat(http, chat, arrived, dialect=MessageEvents(id), id=id, route="messages")
-    except ApiError as error:
-        raise as_messages_error(error) from None
 
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(http: Request) -> dict[str, int]:
     """Count the prompt tokens of these messages."""
-    replica: Replica = http.app.state.replica
-    body = await read_body(http, CountTokensRequest)
-    chat = body.chat()
-    model = served_by(replica, body.model, http).model
-    try:
-        prompt = await prompt_of(chat, model, tool_use(chat, model.prompts.template))
-    except ApiError as error:
-        raise as_messages_error(error) from None
-    return {"input_tokens": len(prompt.token_ids)}
+    chat = (await read_body(http, CountTokensRequest)).chat()
+    with renamed_fields(FIELDS_OF_CHAT):
+        return {"input_tokens": await count_prompt_tokens(http, chat)}
 
 
 class MessageEvents:

@@ -13,11 +13,11 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from slipway_runtime.server.bodies import RequestBody, checked, only_types
 from slipway_runtime.server.chat_types import MAX_TOOLS
-from slipway_runtime.server.errors import ApiError, InvalidField, Unsupported
+from slipway_runtime.server.errors import ApiError, InvalidField, Unsupported, renamed_fields
 from slipway_runtime.server.openai_types import LONGEST_STOP, MAX_MESSAGES, ChatRequest, Count, Effort, Number, Resume
 
 MAX_STOP_SEQUENCES: Final = 16
-_CALLED = {
+FIELDS_OF_CHAT = {  # their names in this API, for errors
     "max_completion_tokens": "max_tokens",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
@@ -190,10 +190,8 @@ class CountTokensRequest(Cacheable):
 
     def chat(self) -> ChatRequest:
         """Translate to a chat request; raises ApiError 400 with the field names of this API."""
-        try:
+        with renamed_fields(FIELDS_OF_CHAT):
             return checked(_TranslatedChat, self._fields())
-        except ApiError as error:
-            raise as_messages_error(error) from None
 
     def _fields(self) -> dict[str, Any]:
         messages = [message for one in self.messages for message in _translated(one)]
@@ -297,17 +295,6 @@ class _TranslatedChat(ChatRequest):
     cuts_max_tokens: ClassVar[bool] = True
 
     stop: list[str] | None = Field(default=None, max_length=MAX_STOP_SEQUENCES)
-
-
-def as_messages_error(error: ApiError) -> ApiError:
-    """The same error with the field name of this API instead of chat's."""
-    for chats, ours in _CALLED.items():
-        if error.param is not None and error.param.partition(".")[0] == chats:
-            error.param = ours
-            error.message = (
-                ours + error.message.removeprefix(chats) if error.message.startswith(chats) else error.message
-            )
-    return error
 
 
 def _translated(message: Message) -> list[dict[str, Any]]:

@@ -9,13 +9,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from slipway_runtime.server.bodies import read_body
-from slipway_runtime.server.chat import answer_chat, prompt_of
-from slipway_runtime.server.errors import ApiError
+from slipway_runtime.server.chat import answer_chat, count_prompt_tokens
+from slipway_runtime.server.errors import ApiError, renamed_fields
 from slipway_runtime.server.middleware import new_id
 from slipway_runtime.server.replica import Replica
-from slipway_runtime.server.request_context import served_by
-from slipway_runtime.server.responses_types import ResponsesRequest, as_responses_error
-from slipway_runtime.server.tools import tool_use
+from slipway_runtime.server.responses_types import FIELDS_OF_CHAT, ResponsesRequest
 
 router = APIRouter()
 
@@ -33,24 +31,16 @@ async def create_response(http: Request) -> Response:
     resume = body.slipway_resume
     id = (resume and resume.id) or new_id("resp").replace("-", "_", 1)
     dialect = ResponseEvents(body, id, (resume and resume.created) or int(time.time()))
-    try:
+    with renamed_fields(FIELDS_OF_CHAT):
         return await answer_chat(http, chat, arrived, dialect=dialect, id=id, route="responses")
-    except ApiError as error:
-        raise as_responses_error(error) from None
 
 
 @router.post("/v1/responses/input_tokens")
 async def count_input_tokens(http: Request) -> dict[str, Any]:
     """Count the prompt tokens of this input."""
-    replica: Replica = http.app.state.replica
-    body = await read_body(http, ResponsesRequest)
-    chat = body.chat()
-    model = served_by(replica, body.model, http).model
-    try:
-        prompt = await prompt_of(chat, model, tool_use(chat, model.prompts.template))
-    except ApiError as error:
-        raise as_responses_error(error) from None
-    return {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
+    chat = (await read_body(http, ResponsesRequest)).chat()
+    with renamed_fields(FIELDS_OF_CHAT):
+        return {"object": "response.input_tokens", "input_tokens": await count_prompt_tokens(http, chat)}
 
 
 @router.api_route("/v1/responses/{name:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)

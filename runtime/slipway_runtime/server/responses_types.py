@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from slipway_runtime.server.bodies import RequestBody, checked, only_types
 from slipway_runtime.server.chat_types import MAX_TOOLS, ONLY_FUNCTION_CHOICES, ONLY_FUNCTIONS, StructuredOutputs
-from slipway_runtime.server.errors import ApiError, InvalidField, Unsupported
+from slipway_runtime.server.errors import InvalidField, Unsupported, renamed_fields
 from slipway_runtime.server.openai_types import MAX_LOGPROBS, MAX_MESSAGES, ChatRequest, Count, Effort, Number, Resume
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -18,7 +18,7 @@ _NOTHING_KEPT: Final = (
     "is not supported: this server keeps no responses; send the whole conversation in input, and leave store out"
 )
 # Fields of the chat request -> their names in this API, for error messages.
-_CALLED: Final = {
+FIELDS_OF_CHAT: Final = {  # their names in this API, for errors
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
@@ -285,10 +285,8 @@ class ResponsesRequest(RequestBody):
             fields["response_format"] = _response_format(self.text.format)
         if self.reasoning is not None and self.reasoning.effort is not None:
             fields["reasoning_effort"] = self.reasoning.effort
-        try:
+        with renamed_fields(FIELDS_OF_CHAT):
             return checked(ChatRequest, fields)
-        except ApiError as error:
-            raise as_responses_error(error) from None
 
     def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
@@ -317,17 +315,6 @@ class ResponsesRequest(RequestBody):
                     messages[-1]["reasoning_content"] = messages[-1].get("reasoning_content", "") + reasoning
                 reasoning = ""
         return messages
-
-
-def as_responses_error(error: ApiError) -> ApiError:
-    """The same error with the field name of this API instead of chat's."""
-    for chats, ours in _CALLED.items():
-        if error.param is not None and error.param.partition(".")[0] == chats:
-            error.param = ours
-            error.message = (
-                ours + error.message.removeprefix(chats) if error.message.startswith(chats) else error.message
-            )
-    return error
 
 
 def _text(content: str | list[InputText]) -> str:

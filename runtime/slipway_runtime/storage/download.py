@@ -94,7 +94,7 @@ class _Download:
                     partial.take(part, piece[: end - start])
                     start += len(piece)
                     attempt = 0  # bytes arrive: only consecutive tries without any are counted
-                    self._tell(len(piece))
+                    self._report(len(piece))
                     if self._stop.is_set():
                         raise _Stopped
                 if partial.missing(part) is not None:
@@ -119,7 +119,7 @@ class _Download:
         if last:
             partial.finish(self._source.name)
 
-    def _tell(self, count: int) -> None:
+    def _report(self, count: int) -> None:
         with self._lock:
             self._done += count
             self._on_progress(self._done, self._total)

@@ -173,8 +173,8 @@ def test_as_many_adapters_as_were_asked_for_stay_in_memory_at_the_largest_rank(r
         residency = plan.residency(BlockPool(200, 16), block_bytes)
         assert residency is not None
         for number in range(9):
-            residency.loading(f"adapter-{number}")
-            residency.loaded(f"adapter-{number}", num_bytes=size, rank=rank)
+            residency.register(f"adapter-{number}")
+            residency.note_loaded(f"adapter-{number}", num_bytes=size, rank=rank)
         assert residency.take_dropped() == ()
 
 

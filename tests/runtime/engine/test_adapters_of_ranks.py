@@ -92,20 +92,20 @@ def test_an_adapter_that_one_rank_cannot_read_is_refused_by_all_and_read_again_l
     ranks = slots._ranks
     folder = an_adapter(tmp_path / "late", model, rank=2, seed=5)
     file, away, digest = folder / "adapter_model.safetensors", tmp_path / "away", adapter_digest(folder)
-    tell = ranks._tell
+    send = ranks._send_to_all
 
     def lose_the_file(order: object) -> None:
         if type(order).__name__ == "RankReadAdapter" and file.exists():
             file.rename(away)  # rank 0 has read it
-        tell(order)  # type: ignore[arg-type]
+        send(order)  # type: ignore[arg-type]
 
-    ranks._tell = lose_the_file  # type: ignore[method-assign,assignment]
+    ranks._send_to_all = lose_the_file  # type: ignore[method-assign,assignment]
     served.engine.control(LoadAdapter(call=3, digest=digest, path=str(folder)), 0.0)
     served.until(lambda: bool(served.replies))
     (reply,) = served.replies
     assert reply.error.startswith("rank 1: ")
     served.replies.clear()
-    del ranks._tell  # the method again
+    del ranks._send_to_all  # the method again
     away.rename(file)
     served.ask("base", SHARED)
     served.finish(1)

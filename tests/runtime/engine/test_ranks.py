@@ -210,7 +210,7 @@ def test_a_rank_that_dies_while_it_loads_is_told_in_a_sentence(tmp_path):
     (rank,) = ranks_of(os.getpid())
     os.kill(rank, signal.SIGKILL)
     with pytest.raises(ModelRefusedError, match="rank 1 of 2 was killed"):
-        ranks.loaded()
+        ranks.wait_for_weights()
     assert "rank 1 of 2 was killed" in deaths.get(timeout=60).error
 
 

@@ -79,7 +79,7 @@ def test_a_rank_that_cannot_read_its_weights_lets_all_sleep_on_until_it_can(tmp_
 
     def reload_after_the_other_rank_failed() -> Decoder:
         deadline = time.monotonic() + 60
-        while other._news.empty():
+        while other._replies.empty():
             assert time.monotonic() < deadline
             time.sleep(0.01)
         elsewhere.rename(weights)
@@ -125,7 +125,7 @@ def test_graphs_are_captured_again_by_all_ranks_after_all_have_their_memory(tmp_
     sleeper = sleeper_of(an_engine(tmp_path, tensor_parallel_size=2, device="cpu"))
     assert isinstance(sleeper, SharedSleeper)
     ranks, runner = sleeper._ranks, sleeper._runner
-    send, wait = ranks._tell, ranks._expect_done
+    send, wait = ranks._send_to_all, ranks._expect_done
 
     def recorded_send(order: object) -> None:
         events.append(type(order))
@@ -136,7 +136,7 @@ def test_graphs_are_captured_again_by_all_ranks_after_all_have_their_memory(tmp_
         events.append("done")
         return errors
 
-    monkeypatch.setattr(ranks, "_tell", recorded_send)
+    monkeypatch.setattr(ranks, "_send_to_all", recorded_send)
     monkeypatch.setattr(ranks, "_expect_done", recorded_wait)
     events.clear()
     runner.graphs = object()  # type: ignore[assignment]

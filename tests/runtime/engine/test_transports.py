@@ -48,7 +48,7 @@ async def client(request: pytest.FixtureRequest) -> AsyncIterator[EngineClient]:
         transport: EngineThread | EngineProcess = EngineThread(build_engine(TINY, OPTIONS))
     else:
         news: list[object] = []
-        transport = await EngineProcess.launch(TINY, OPTIONS, on_news=news.append)
+        transport = await EngineProcess.launch(TINY, OPTIONS, on_progress=news.append)
         assert isinstance(news[-1], WarmingUp)
     client = EngineClient(transport)
     await client.start()

@@ -32,8 +32,8 @@ def a_scheduler(adapters: int, *, shares_prefixes: bool = True) -> Scheduler:
         model="m", speculation_max_tokens=4, residency=residency,
     )  # fmt: skip
     for slot in range(adapters):
-        scheduler.adapter_loading(f"adapter-{slot}", 0.0)
-        scheduler.adapter_loaded(f"adapter-{slot}", 0.0, num_bytes=0, rank=16)
+        scheduler.register_adapter(f"adapter-{slot}", 0.0)
+        scheduler.note_adapter_loaded(f"adapter-{slot}", 0.0, num_bytes=0, rank=16)
     return scheduler
 
 

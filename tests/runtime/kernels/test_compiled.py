@@ -166,6 +166,19 @@ def test_float8_weights_are_multiplied_on_tensor_cores_of_gpus_without_float8(sa
     assert all(one["tensor_cores"] == "mma" and not one["spilled"] for one in found)
 
 
+@pytest.mark.capability("KN-8", "QZ-4")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("tokens", [1, 32, 256])
+def test_four_bit_weights_are_multiplied_on_tensor_cores_and_read_side_by_side(sample, tokens):
+    """torch's int4 product reads all weights again for every 16 rows, so prompts were slower than in bfloat16."""
+    found = of(sample, "_times_int4", f"qkv {tokens} groups of 128")
+    assert {one["target"] for one in found} == {80, 90, 100}
+    for one in found:
+        assert one["tensor_cores"]
+        assert not one["spilled"]
+        assert one["loads"].get("128", 0) > 0
+
+
 @pytest.mark.capability("KN-8")
 @pytest.mark.kernels
 @pytest.mark.timeout(7200)

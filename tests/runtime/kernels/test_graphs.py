@@ -54,7 +54,7 @@ def eager_capture(compute: Callable[[], object]) -> CapturedGraph:
 def a_runner(path: Path, kernels: Kernels, device: torch.device = CPU, record: Capture | None = None) -> Runner:
     config = read_config(path)
     with Checkpoint(path, torch.float32, device) as checkpoint:
-        decoder = load_decoder(config, checkpoint, kernels, 32, torch.float32, device)
+        decoder = load_decoder(config, checkpoint, kernels, 32)
     bank = LoraBank(
         [linear for layer in decoder.layers for linear in layer.linears], kernels,
         num_slots=2, max_rank=2, dtype=torch.float32, device=device,

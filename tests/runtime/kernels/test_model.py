@@ -44,7 +44,7 @@ def hidden_of(kernels: Kernels, device: torch.device) -> list[torch.Tensor]:
     """The last layer's output after each step."""
     config = read_config(TINY)
     with Checkpoint(TINY, torch.float32, device) as checkpoint:
-        decoder = load_decoder(config, checkpoint, kernels, 32, torch.float32, device)
+        decoder = load_decoder(config, checkpoint, kernels, 32)
     caches = allocate_cache(config, CacheSize(8, BLOCK, 0), torch.float32, device)
     runner = Runner(
         decoder, caches, kernels,

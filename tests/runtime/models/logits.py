@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from slipway_runtime.kernels import fixed_order, reference
 from slipway_runtime.kernels.dispatch import Kernels, kernels_for
-from slipway_runtime.layers.matmul import Dense, MakeMatmul
+from slipway_runtime.layers.matmul import ALL_DENSE, MatmulMakers
 from slipway_runtime.messages import NewSequence, SamplingParams, SchedulerOutput
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import read_config
@@ -29,13 +29,12 @@ class Bench:
         path: Path,
         dtype: torch.dtype = torch.float32,
         kernels: Kernels | None = None,
-        make_matmul: MakeMatmul = Dense,
-        make_head: MakeMatmul = Dense,
+        makers: MatmulMakers = ALL_DENSE,
     ) -> None:
         config = read_config(path)
         kernels = kernels or kernels_for(CPU, dtype)
         with Checkpoint(path, dtype, CPU) as checkpoint:
-            self.decoder = load_decoder(config, checkpoint, kernels, 100, dtype, CPU, make_matmul, make_head)
+            self.decoder = load_decoder(config, checkpoint, kernels, 100, makers)
         caches = allocate_cache(config, CacheSize(100, BLOCK, 0), dtype, CPU)
         self.runner = Runner(
             self.decoder, caches, kernels, block_size=BLOCK, max_num_seqs=5, max_model_len=80, eos_token_ids=(),

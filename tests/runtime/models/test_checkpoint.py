@@ -340,7 +340,7 @@ def test_a_context_that_no_memory_holds_builds_no_table(tmp_path):
     before = resident_bytes()
     news: list[object] = []
 
-    engine = build_engine(tmp_path, kv_cache_bytes=1 << 20, on_news=news.append)
+    engine = build_engine(tmp_path, kv_cache_bytes=1 << 20, on_progress=news.append)
 
     assert engine.facts.max_model_len == engine.facts.num_blocks * 16
     assert resident_bytes() - before < 200 << 20

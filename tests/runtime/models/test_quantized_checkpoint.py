@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from safetensors.torch import load_file, save_file
 
 from slipway_runtime.kernels.reference_experts import mxfp4_numbers
-from slipway_runtime.layers.matmul import Dense
+from slipway_runtime.layers.matmul import Dense, MatmulMakers
 from slipway_runtime.layers.matmul_cpu import NativeInt8
 from slipway_runtime.layers.matmul_quantized import DynamicInt8, Int4, ScaledFp8, WeightOnly
 from slipway_runtime.layers.quantized_weight import QuantizedWeight, concatenated
@@ -76,7 +76,7 @@ def test_a_quantized_checkpoint_answers_as_the_numbers_that_its_codes_stand_for(
     (exact,) = Bench(tmp_path).step((0, tokens, 0, 30))
     assert_close(exact, theirs)
     # In the format that this machine multiplies: rows of x are rounded to bytes or to bfloat16.
-    bench = Bench(tmp_path, make_matmul=matmul_maker("none", deterministic=False, device=CPU))
+    bench = Bench(tmp_path, makers=MatmulMakers(matmul_maker("none", deterministic=False, device=CPU)))
     (kept,) = bench.step((0, tokens, 0, 30))
     loss = 0.08 if name == "int8, W8A8" else 0.04
     assert (kept - theirs).abs().mean() < loss * theirs.abs().mean()
@@ -94,7 +94,7 @@ def test_codes_stay_codes_where_the_machine_multiplies_them(tmp_path):
     }
     for name, kinds in kept.items():
         a_quantized_checkpoint(tmp_path / name, *FORMATS[name])
-        bench = Bench(tmp_path / name, make_matmul=matmul_maker("none", deterministic=False, device=CPU))
+        bench = Bench(tmp_path / name, makers=MatmulMakers(matmul_maker("none", deterministic=False, device=CPU)))
         for layer in bench.decoder.layers:
             assert all(isinstance(linear.matmul, kinds) for linear in layer.linears[:3]), name
             # 4096 × 4096 takes 8.5 MB in groups of 128, and 67 MB in float32
@@ -128,7 +128,7 @@ def test_families_with_biases_and_merged_projections_may_be_quantized(name, tmp_
 def test_determinism_holds_on_kept_codes(tmp_path):
     a_quantized_checkpoint(tmp_path, *FORMATS["awq"])
     make = matmul_maker("none", deterministic=True, device=CPU)
-    bench = Bench(tmp_path, make_matmul=make, make_head=make)
+    bench = Bench(tmp_path, makers=MatmulMakers(make, make))
     tokens = some_tokens(20, seed=1)
     (whole,) = bench.step((0, tokens, 0, 20))
     bench.step((1, tokens, 0, 13))

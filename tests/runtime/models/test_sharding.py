@@ -182,7 +182,7 @@ def test_ranks_have_the_rows_or_the_columns_of_the_whole_matrix_and_nothing_twic
 
     def load(share: Shard) -> list[list[tuple[torch.Tensor, torch.Tensor | None]]]:
         with Checkpoint(tmp_path, torch.float32, CPU) as checkpoint:
-            decoder = load_decoder(config, checkpoint, None, 100, torch.float32, CPU, share=share)  # type: ignore[arg-type]
+            decoder = load_decoder(config, checkpoint, None, 100, share=share)  # type: ignore[arg-type]
         return [[(linear.matmul.weight, linear.bias) for linear in layer.linears] for layer in decoder.layers]
 
     for whole, *ranks in zip(load(Shard()), load(Shard(0, 2)), load(Shard(1, 2)), strict=True):

@@ -140,7 +140,7 @@ def test_loading_again_while_draining_keeps_it():
     stage.add("before", PROMPT, max_tokens=3, adapter="a")
     stage.step()
     stage.scheduler.unload_adapter("a", stage.now)
-    assert not stage.scheduler.adapter_loading("a", stage.now), "it is still here"
+    assert not stage.scheduler.register_adapter("a", stage.now), "it is still here"
     stage.run()
     assert "a" in states(stage)
 
@@ -148,11 +148,11 @@ def test_loading_again_while_draining_keeps_it():
 @pytest.mark.capability("ML-4")
 def test_an_adapter_that_cannot_be_read_fails_its_requests_alone():
     stage = a_play()
-    assert stage.scheduler.adapter_loading("bad", stage.now)
+    assert stage.scheduler.register_adapter("bad", stage.now)
     stage.add("waits", PROMPT, adapter="bad")
     stage.add("other", PROMPT, adapter="a")
     stage.step()
-    stage.scheduler.adapter_failed("bad", "not safetensors", stage.now)
+    stage.scheduler.note_adapter_failed("bad", "not safetensors", stage.now)
     stage.add("later", PROMPT, adapter="bad")
     stage.add("unknown", PROMPT, adapter="never heard of")
     stage.run()
@@ -161,12 +161,12 @@ def test_an_adapter_that_cannot_be_read_fails_its_requests_alone():
     assert stage.end("unknown").error == "the adapter is not loaded"
     assert stage.text("other") == continuation(PROMPT, 4, "a")
     assert states(stage)["bad"] is AdapterState.FAILED
-    assert stage.scheduler.adapter_loading("bad", stage.now), "it may be tried again"
+    assert stage.scheduler.register_adapter("bad", stage.now), "it may be tried again"
 
 
 def test_while_everybody_waits_for_storage_there_is_nothing_to_step():
     stage = a_play()
-    stage.scheduler.adapter_loading("slow", stage.now)
+    stage.scheduler.register_adapter("slow", stage.now)
     stage.add("waits", PROMPT, adapter="slow")
     stage.step()
     assert stage.scheduler.is_stalled

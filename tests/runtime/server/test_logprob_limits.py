@@ -10,7 +10,7 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipway_runtime.server import answering, sampling
+from slipway_runtime.server import response_builder, sampling
 from slipway_runtime.server.json_pieces import ITEMS_OF_PIECE, json_in_pieces
 from slipway_runtime.server.logprobs import LogprobWriter
 from tests.runtime.server.serving import Running, a_replica
@@ -113,7 +113,7 @@ async def test_many_logprobs_are_written_beside_the_event_loop(
     entry, top = LogprobWriter._entry, LogprobWriter._top
     monkeypatch.setattr(LogprobWriter, "_entry", lambda *given: written_in.add(threading.get_ident()) or entry(*given))
     monkeypatch.setattr(LogprobWriter, "_top", lambda *given: written_in.add(threading.get_ident()) or top(*given))
-    monkeypatch.setattr(answering, "MANY_LOGPROBS", 5)
+    monkeypatch.setattr(response_builder, "MANY_LOGPROBS", 5)
 
     many = await replica.post(path, body)
 

@@ -46,7 +46,7 @@ class Listening(Runner):
 def a_runner(path: Path, *, max_adapters: int = 3, max_rank: int = 8, deterministic: bool = False) -> Listening:
     config, kernels = read_config(path), kernels_for(CPU, torch.float32)
     with Checkpoint(path, torch.float32, CPU) as checkpoint:
-        decoder = load_decoder(config, checkpoint, kernels, 100, torch.float32, CPU)
+        decoder = load_decoder(config, checkpoint, kernels, 100)
     adapters = None
     if max_adapters:
         linears = [linear for layer in decoder.layers for linear in layer.linears]

@@ -34,7 +34,7 @@ _UNAVAILABLE: Final = 503  # another replica may succeed
 MANY_LOGPROBS: Final = 1024  # tokens with logprobs; a body with more is written in a thread
 
 
-class Writer(Protocol):
+class ChoiceWriter(Protocol):
     """Writes one answer (choice) in the format of one endpoint."""
 
     @property
@@ -51,13 +51,13 @@ class Writer(Protocol):
         """The choice of an answer in one piece."""
 
 
-class Shape(Protocol):
+class ResponseFormat(Protocol):
     """The response format of one endpoint."""
 
     route: str
     id: str
 
-    def writer(self, index: int, prompt: Prompt) -> Writer:
+    def writer(self, index: int, prompt: Prompt) -> ChoiceWriter:
         """A writer for one answer."""
 
     def envelope(self, choices: list[dict[str, Any]], *, streamed: bool) -> dict[str, Any]:
@@ -83,19 +83,19 @@ class ResponseBuilder:
         body: GenerationRequest,
         caller: Caller,
         served: Served,
-        shape: Shape,
+        format: ResponseFormat,
         replica: Replica,
         dialect: Dialect,
     ) -> None:
         self._http = http
         self._body = body
-        self._shape = shape
+        self._format = format
         self._dialect = dialect
         self._served = served
         self._replica = replica
         self._metrics = served.model.metrics
         self._parts: list[_Part] = []
-        self._writers: dict[int, Writer] = {}
+        self._writers: dict[int, ChoiceWriter] = {}
         self._prompts: list[Prompt] = []
         self._before: dict[int, Delta] = {}  # text and tokens of resumed answers, by index
         self._finished_elsewhere = [0, 0]  # tokens of prompts and answers that only count in the usage
@@ -113,7 +113,7 @@ class ResponseBuilder:
         if is_new:
             self._prompts.append(prompt)
         for choice in generation.choices:
-            self._writers[choice.index] = self._shape.writer(choice.index, prompt)
+            self._writers[choice.index] = self._format.writer(choice.index, prompt)
         if before is not None:
             self._before[generation.choices[0].index] = before
         self._replica.opened(request.id, choices=request.n, can_continue_elsewhere=self._marks_tokens)
@@ -161,7 +161,7 @@ class ResponseBuilder:
             self._with_ids(writer.whole(deltas), tuple(i for delta in deltas for i in delta.token_ids))
             for writer, deltas in ((self._writers[index], collected[index]) for index in sorted(collected))
         ]
-        whole = self._shape.envelope(choices, streamed=False) | {"usage": self._usage()}
+        whole = self._format.envelope(choices, streamed=False) | {"usage": self._usage()}
         return self._dialect.whole(self._with_model_fields(self._with_prompt_ids(whole)))
 
     async def as_stream(self) -> Response:
@@ -195,7 +195,7 @@ class ResponseBuilder:
                     broken = True
                     break
         if self._stream_usage and not broken:
-            last = self._shape.envelope([], streamed=True) | {"usage": self._usage()}
+            last = self._format.envelope([], streamed=True) | {"usage": self._usage()}
             yield self._dialect.chunk(self._with_model_fields(last))
         yield self._dialect.end()
 
@@ -211,7 +211,7 @@ class ResponseBuilder:
                 chunks += self._event(choice, with_prompt=index == number == 0)
         return chunks
 
-    def _replay(self, writer: Writer, opening: list[dict[str, Any]], before: Delta | None) -> None:
+    def _replay(self, writer: ChoiceWriter, opening: list[dict[str, Any]], before: Delta | None) -> None:
         """Restore the state that the writer and the dialect had on the other replica."""
         if before is not None:
             said = [*opening, *writer.piece(before)]
@@ -233,13 +233,13 @@ class ResponseBuilder:
         return events
 
     def _empty_delta(self) -> dict[str, Any]:
-        return {"text": ""} if self._shape.route == "completions" else {"delta": {}}
+        return {"text": ""} if self._format.route == "completions" else {"delta": {}}
 
     def _event(self, choice: dict[str, Any], *, with_prompt: bool = False) -> bytes:
         return self._dialect.chunk(self._chunk(choice, with_prompt=with_prompt))
 
     def _chunk(self, choice: dict[str, Any], *, with_prompt: bool = False) -> dict[str, Any]:
-        chunk = self._shape.envelope([choice], streamed=True)
+        chunk = self._format.envelope([choice], streamed=True)
         if with_prompt:
             chunk = self._with_prompt_ids(chunk)
         if self._stream_usage:
@@ -252,7 +252,7 @@ class ResponseBuilder:
 
     def _with_prompt_ids(self, whole: dict[str, Any]) -> dict[str, Any]:
         """Add vLLM's `prompt_token_ids` to a chat where requested; completions have them in each choice."""
-        if not self._body.return_token_ids or self._shape.route == "completions":
+        if not self._body.return_token_ids or self._format.route == "completions":
             return whole
         return whole | {"prompt_token_ids": self._prompts[0].token_ids}
 
@@ -336,7 +336,7 @@ class ResponseBuilder:
             "request",
             request_id=self._http.state.request_id,
             id=part.request.id,
-            route=self._shape.route,
+            route=self._format.route,
             model=self._served.name,
             tenant=part.request.tenant,
             stream=bool(self._body.stream),

@@ -1,0 +1,78 @@
+"""GET /load, /version, /health and /metrics, and a 404 with a sentence for services of vLLM that are not here."""
+
+from fastapi import APIRouter, Request
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.responses import Response
+
+import slipway_api
+from slipway_runtime.server.errors import ApiError
+from slipway_runtime.server.replica import Replica
+
+router = APIRouter()
+probes = APIRouter()  # on both ports
+
+
+@router.head("/load", include_in_schema=False)
+@router.get("/load")
+async def load(http: Request) -> dict[str, int]:
+    """The number of running and waiting requests, under vLLM's name `server_load`."""
+    replica: Replica = http.app.state.replica
+    stats = replica.signals()
+    return {"server_load": stats.running + stats.waiting}
+
+
+@router.head("/version", include_in_schema=False)
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """The version of Slipway."""
+    return {"version": slipway_api.__version__}
+
+
+@probes.head("/health", include_in_schema=False)
+@probes.get("/health")
+async def health(http: Request) -> Response:
+    """200, or 503 where only a restart can help."""
+    replica: Replica = http.app.state.replica
+    body = replica.health()
+    return Response(body.wire(), status_code=200 if body.healthy else 503, media_type="application/json")
+
+
+@probes.head("/metrics", include_in_schema=False)
+@probes.get("/metrics")
+async def metrics(http: Request) -> Response:
+    """All metrics in the text format 0.0.4, whatever the scraper prefers.
+
+    In OpenMetrics, which every Prometheus asks for first, `prometheus_client` writes the colon of vLLM's names as `_`.
+    """
+    replica: Replica = http.app.state.replica
+    page = b"" if replica.loaded is None else generate_latest(replica.loaded.metrics.registry)
+    return Response(page, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+
+
+# Endpoints of vLLM for other kinds of models, or for debugging.
+_OTHER_SERVICES = {
+    "/v1/rerank": "reranking is",
+    "/v2/rerank": "reranking is",
+    "/rerank": "reranking is",
+    "/v1/score": "scoring pairs is",
+    "/score": "scoring pairs is",
+    "/classify": "classification is",
+    "/pooling": "raw pooling is",
+    "/v1/audio/transcriptions": "transcription is",
+    "/v1/audio/translations": "translation of speech is",
+    "/v1/audio/speech": "speech is",
+    "/v1/images/generations": "image generation is",
+    "/v1/moderations": "moderation is",
+    "/invocations": "SageMaker's interface is",
+    "/ping": "SageMaker's interface is",
+}
+
+
+async def _another_service(http: Request) -> Response:
+    """Answer 404 with a sentence that names the missing service."""
+    raise ApiError(404, f"{_OTHER_SERVICES[http.url.path]} not served here")
+
+
+for _path in _OTHER_SERVICES:
+    router.add_api_route(_path, _another_service, methods=["GET", "POST"], include_in_schema=False)
