@@ -28,8 +28,8 @@ __all__ = ["MOST_ROWS", "Packed", "compile_times_int4", "numbers_of_int4", "pack
 
 # With more rows, a product is compute-bound: then codes become numbers once, and the library multiplies.
 MOST_ROWS = 256
-# By the number of rows: rows, outputs and bytes of a tile, warps, stages. Of few rows, several tiles of bytes are read
-# at once, for as many bytes under way as a product of one-byte weights has.
+# By the number of rows: rows, outputs and bytes of a tile, warps, stages. Of few rows, two tiles of bytes are read at
+# once, for more bytes under way; with four a Blackwell runs out of registers.
 _TILES = ((16, (16, 32, 64, 4, 5)), (64, (64, 64, 64, 4, 3)), (MOST_ROWS, (128, 64, 32, 8, 4)))
 _MOST_PARTS = 2
 
