@@ -216,11 +216,11 @@ async def _load(
 ) -> tuple[Fetched, Transport]:
     """Download the model and load it into an engine. Raises what `_load_and_run` turns into a refusal."""
 
-    def report(news: Loading | WarmingUp) -> None:
-        if isinstance(news, WarmingUp):
+    def report(event: Loading | WarmingUp) -> None:
+        if isinstance(event, WarmingUp):
             replica.warming_up()
         else:
-            replica.loading(news.bytes_done, news.bytes_total)
+            replica.loading(event.bytes_done, event.bytes_total)
 
     if not settings.model_uri.startswith(("file:", "/")):
         replica.downloading()

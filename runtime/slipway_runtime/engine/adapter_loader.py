@@ -146,8 +146,8 @@ def _read_all(
     loader: "weakref.ref[AdapterLoader]",
 ) -> None:
     """Read adapters until there is None to read, and wake the loader's step loop after each."""
-    while (order := to_read.get()) is not None:
-        digest, path = order
+    while (wanted := to_read.get()) is not None:
+        digest, path = wanted
         try:
             result = _Read(digest, read(path, digest))
         except Exception as error:  # noqa: BLE001  whatever is wrong with a file, only the calls for it fail

@@ -283,6 +283,6 @@ def _template_arguments(body: ChatRequest, model: LoadedModel, *, is_bound: bool
         return arguments | {"reasoning_effort": body.reasoning_effort}
     if body.reasoning_effort != "none":
         raise ApiError(
-            400, "this model's chat template knows no reasoning_effort; leave it out", param="reasoning_effort"
+            400, "reasoning_effort is unknown to this model's chat template; leave it out", param="reasoning_effort"
         )
     return arguments
