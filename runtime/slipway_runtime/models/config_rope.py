@@ -1,5 +1,10 @@
 """RoPE settings of a config.json: `rope_scaling` in older files, `rope_parameters` in new ones.
 
+A file may have both: transformers 5 writes `rope_parameters`, and model cards say to add `rope_scaling`. Then
+`rope_scaling` decides, as in transformers. It has to repeat a rope_theta that only `rope_parameters` has, since
+transformers would compute with the family's default instead. `original_max_position_embeddings` beside the block wins
+over the one inside it.
+
 | rope_type | supported                                               | context, without max_model_len               |
 |-----------|---------------------------------------------------------|----------------------------------------------|
 | default   | as it is                                                | max_position_embeddings                      |
@@ -90,10 +95,10 @@ def rope_scaling(model_type: str, raw: dict[str, Any], turned: int) -> RopeScali
         raise ModelRefusedError(f"config.json: rope_type {kind!r} with {', '.join(unknown)} is not supported")
     longest = whole(raw, "max_position_embeddings", at_most=MOST_POSITIONS)
     trained = longest
-    if "original_max_position_embeddings" in block:
-        trained = whole(block, "original_max_position_embeddings", at_most=MOST_POSITIONS)
-    elif raw.get("original_max_position_embeddings") is not None:
-        trained = whole(raw, "original_max_position_embeddings", at_most=MOST_POSITIONS)
+    for place in (raw, block):
+        if place.get("original_max_position_embeddings") is not None:
+            trained = whole(place, "original_max_position_embeddings", at_most=MOST_POSITIONS)
+            break
     match kind:
         case "default":
             return RopeScaling(kind)
@@ -171,9 +176,20 @@ def longest_context(raw: dict[str, Any], scaling: RopeScaling) -> int:
 
 
 def _block(model_type: str, raw: dict[str, Any]) -> dict[str, Any]:
-    block = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if model_type == "gemma3_text" and isinstance(block, dict) and "full_attention" in block:
-        block = block["full_attention"]
-    if not isinstance(block, dict) or any(isinstance(value, dict) for value in block.values()):
-        raise ModelRefusedError("config.json: rope parameters that differ by layer are not supported")
-    return block
+    new, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+    if model_type == "gemma3_text" and isinstance(new, dict) and "full_attention" in new:
+        new = new["full_attention"] or {}
+    for block in (new, old):
+        if not isinstance(block, dict) or any(isinstance(value, dict) for value in block.values()):
+            raise ModelRefusedError("config.json: rope parameters that differ by layer are not supported")
+    if not old:
+        return dict(new)
+    if model_type == "gemma3_text":  # transformers merges the two for this family
+        return {**new, **old}
+    for key, default in (("rope_theta", _THETAS.get(model_type, 10_000.0)), ("partial_rotary_factor", 1.0)):
+        if new.get(key) not in (None, default) and old.get(key, raw.get(key)) is None:
+            raise ModelRefusedError(
+                f"config.json: rope_scaling replaces rope_parameters, whose {key} {shown(new[key])} it lacks; "
+                f"repeat {key} in rope_scaling, or move its keys into rope_parameters"
+            )
+    return dict(old)

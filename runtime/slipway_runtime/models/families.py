@@ -18,7 +18,7 @@
 from dataclasses import dataclass
 from typing import Any, Final
 
-from slipway_runtime.models.config_values import ModelRefusedError, flag, number, whole
+from slipway_runtime.models.config_values import ModelRefusedError, flag, number, shown, whole
 
 
 def words(text: str) -> frozenset[str]:
@@ -122,7 +122,12 @@ def experts_of(model_type: str, raw: dict[str, Any], layers: int) -> Experts | N
     """Mixture-of-experts settings of a config; None for a dense model."""
     if model_type not in ("mixtral", "qwen3_moe", "gpt_oss"):
         return None
-    count_key = "num_local_experts" if "num_local_experts" in raw else "num_experts"
+    count_key = "num_local_experts" if raw.get("num_local_experts") is not None else "num_experts"
+    if raw.get("num_experts", raw.get(count_key)) != raw.get(count_key):
+        raise ModelRefusedError(
+            f"config.json: num_experts is {shown(raw['num_experts'])} and num_local_experts is "
+            f"{shown(raw['num_local_experts'])}: these are two names of one number; remove the wrong one"
+        )
     count = whole(raw, count_key, at_most=_MOST_EXPERTS)
     per_token = whole(raw, "num_experts_per_tok", at_most=_MOST_EXPERTS)
     if per_token > count:

@@ -68,7 +68,9 @@ class Sampler:
             apply_masks(logits, masks(), bound, row_ids, self._eos, self._kernels)
         asked = np.flatnonzero(rows.logprobs[row_ids] >= 0)
         if not len(asked):
-            return _without_logprobs(self._sample(self._change(logits, row_ids, positions), row_ids, positions), largest)
+            return _without_logprobs(
+                self._sample(self._change(logits, row_ids, positions), row_ids, positions), largest
+            )
         (where,) = upload((asked,), logits.device)
         raw = logits.index_select(0, where)  # a copy
         tokens = self._sample(self._change(logits, row_ids, positions), row_ids, positions)

@@ -116,5 +116,3 @@ def test_only_kept_samples_make_a_row_invalid():
     assert invalid_rows(plan, valid, kept) == ()
     assert invalid_rows(plan, np.array([True, True, False, True]), kept) == (1,)
     assert invalid_rows(plan, np.array([False, True, True, True]), kept) == (0,)
-
-
