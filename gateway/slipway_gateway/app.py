@@ -62,11 +62,11 @@ def client_app(
     async def models(request: web.Request) -> web.StreamResponse:
         if not fleet.view().synced:
             return not_synced().response()
-        caller = requests.tenancy.authenticate(request)
-        table, may_use = fleet.table, caller.tenant.may_use
-        served = [
-            _model(name, route) for name, route in (*table.served_models(may_use), *table.served_adapters(may_use))
-        ]
+        table = fleet.table
+        with requests.tenancy.admit_query(request) as caller:
+            may_use = caller.tenant.may_use
+            named = (*table.served_models(may_use), *table.served_adapters(may_use))
+            served = [_model(name, route) for name, route in named]
         if asks_as_anthropic(request.headers):
             return web.json_response(anthropic_model_list(served))
         return web.json_response({"object": "list", "data": served})
@@ -75,8 +75,8 @@ def client_app(
         if not fleet.view().synced:
             return not_synced().response()
         name = request.match_info["model"]
-        caller = requests.tenancy.authenticate(request)
-        route = fleet.table.resolve(name, may_use=caller.tenant.may_use)
+        with requests.tenancy.admit_query(request) as caller:
+            route = fleet.table.resolve(name, may_use=caller.tenant.may_use)
         if route is None:
             return unknown_model(name).response()
         found = _model(name, route)

@@ -112,6 +112,7 @@ class RouteStartup:
             log.warning("the snapshot of the routing table is too old", age_seconds=round(age))
             return None
         # What has been listed meanwhile is newer.
+        self._fleet.table.know_namespaces(snapshot.namespaces)
         for service in snapshot.services:
             if self._is_unknown(self._watch.services, service.key):
                 self._fleet.set_service(service.key, service)

@@ -358,6 +358,7 @@ class Watch:
         self.pods.on_change(self._pod_changed)
         self.services.on_change(self._service_changed)
         self.adapters.on_change(self._adapter_changed)
+        fleet.table.know_namespaces(namespaces)
         self._others_synced_at: float | None = None
         fleet.view = self.view
 
@@ -384,6 +385,7 @@ class Watch:
         pod = new or old
         assert pod is not None
         name = f"{pod.namespace}/{pod.name}"
+        self._fleet.table.know_namespaces([pod.namespace])
         endpoint = endpoint_of(new, self._serving_port) if new is not None else None
         was_endpoint = self._fleet.table.endpoint(name) is not None
         silent = endpoint_of(new, self._serving_port, on_silent_node=True) if new is not None else None
@@ -399,4 +401,5 @@ class Watch:
     def _adapter_changed(self, change: Change, old: LoRAAdapter | None, new: LoRAAdapter | None) -> None:
         resource = new or old
         assert resource is not None
+        self._fleet.table.know_namespaces([resource.namespace])
         self._fleet.set_adapter(f"{resource.namespace}/{resource.name}", adapter_of(new) if new is not None else None)
