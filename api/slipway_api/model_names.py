@@ -223,6 +223,8 @@ class ModelNames:
 
     def conflict_of_service(self, key: str) -> NameConflict | None:
         """Why a service is not served under its served name, to callers that may use everything; None: it is."""
+        if key not in self._services:
+            return None
         name = self._services[key].served_name
         asked = namespace_of(name)
         if asked in self._namespaces and asked != namespace_of(key):
@@ -233,12 +235,14 @@ class ModelNames:
 
     def conflict_of_adapter(self, key: str) -> NameConflict | None:
         """The object of its namespace that has the adapter's name or alias; None: the adapter has both."""
-        adapter = self._adapters[key]
+        adapter = self._adapters.get(key)
+        if adapter is None:
+            return None  # it is being deleted
         for name in filter(None, (adapter.name, adapter.alias)):
             holder = self.holder(name, namespace_of(key))
-            is_own = holder is not None and (ObjectKind.ADAPTER, key) == (holder.kind, holder.key)
-            is_shared = holder is not None and holder.is_alias and name == adapter.alias != adapter.name
-            if holder is not None and not is_own and not is_shared:
+            if holder is None or (holder.kind, holder.key) == (ObjectKind.ADAPTER, key):
+                continue
+            if not (holder.is_alias and name != adapter.name):  # several adapters may share an alias
                 return _conflict(name, holder)
         return None
 

@@ -16,6 +16,7 @@ import msgspec
 import structlog
 
 from slipway_api import names
+from slipway_api.model_names import ModelNames, ObjectKind
 from slipway_api.types import ServiceKey
 from slipway_kube.backoff import Backoff
 from slipway_kube.client import Client
@@ -307,6 +308,8 @@ class Inputs:
     """Call a function with the pool of each sample that matters of a pod that waits."""
     hub_answer: Callable[[str, str], HubAnswer | None] = lambda _uri, _endpoint: None
     adapters: AdapterIndex = field(default_factory=AdapterIndex)
+    model_names: ModelNames = field(default_factory=ModelNames)
+    """The names of all services and adapters: who answers each, as the gateway decides it."""
     adapter_calls: AdapterCalls | None = None
     sample_listeners: list[Callable[[ServiceKey], None]] = field(default_factory=list)
     """Called with the service of a sample that shows more than load, such as another boot id."""
@@ -314,6 +317,12 @@ class Inputs:
     waiting_adapters_of: Callable[[ServiceKey], Mapping[str, int]] = lambda _service: {}
     outcomes_of: Callable[[ServiceKey], OutcomesSince | None] = lambda _service: None
     service_outcomes_of: Callable[[ServiceKey], ServiceOutcomes | None] = lambda _service: None
+
+    def wake_objects(self, objects: Iterable[tuple[ObjectKind, str]]) -> None:
+        """Plan for objects whose names may have another holder now."""
+        for kind, key in objects:
+            namespace, _, name = key.partition("/")
+            self.wake(Key(kind.value, namespace, name), Urgency.NORMAL)
 
 
 def target_of(pod: Pod) -> ReplicaTarget | None:
