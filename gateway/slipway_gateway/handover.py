@@ -186,10 +186,14 @@ class Handover:
         headers[HEADER_DEADLINE] = f"{max(stream.deadline - now, 0.001):.3f}"
         until = stream.deadline + DEADLINE_GRACE_SECONDS
         try:
-            with self._fleet.lease(endpoint, stream.routing.cost, wait.move) as lease:
+            tokens = stream.routing.prompt_tokens + journal.tokens
+            leased = self._fleet.lease(
+                endpoint, stream.routing.cost, wait.move, is_stream=True, may_move=True, prompt_tokens=tokens
+            )
+            with leased as lease:
                 attempt = self._upstream.attempt(endpoint, request.path_qs, journal.body(), headers, wait, until)
                 async with attempt as reply:
-                    lease.answered()
+                    lease.answered(has_begun=reply.status == 200 and reply.is_stream)
                     leg = self._judge(stream, endpoint, reply)
                     if leg is not None:
                         return leg, broken
