@@ -58,6 +58,8 @@ def client_app(
             return await handler(request)
         except Refusal as refusal:
             return refusal_response(refusal, request.path, request_id(request))
+        except web.HTTPNotFound:  # a target that is no path, as of CONNECT
+            return refusal_response(unknown_path(request.path), request.path, request_id(request))
 
     async def models(request: web.Request) -> web.StreamResponse:
         if not fleet.view().synced:
@@ -87,11 +89,7 @@ def client_app(
             raise wrong_method(request.method, request.path)
         raise unknown_path(request.path)
 
-    async def hide_server(request: web.Request, response: web.StreamResponse) -> None:
-        response.headers["Server"] = "slipway"  # does not reveal the library and its version
-
     app = web.Application(middlewares=[await_routes, answer_refusals])
-    app.on_response_prepare.append(hide_server)
     for path in SERVING_PATHS:
         app.router.add_post(path, requests.handle)
     app.router.add_get(MODELS_PATH, models)
