@@ -6,7 +6,7 @@
 | another name         | the oldest object that has it: as served name, as an adapter's name, or as an alias        |
 | a former served name | the oldest service with a replica that still answers to it, if no object has that name now |
 
-- A name asks for a namespace if the part before its first `/` is a namespace in which an object was ever seen. An
+- A name asks for a namespace if the part before its first `/` is one that exists, or in which an object was seen. An
   object may be absent for a moment, because GitOps deletes and creates it; its name must not go elsewhere then.
   Names of Hugging Face, such as `Qwen/Qwen2.5-7B`, have no such first part.
 - Only objects that the caller may use count: an object of another tenant neither answers nor takes a name away.
@@ -160,7 +160,7 @@ class ModelNames:
 
     @property
     def namespaces(self) -> frozenset[str]:
-        """Every namespace in which an object was ever seen."""
+        """Every namespace that is known: names that begin with it are its own."""
         return frozenset(self._namespaces)
 
     def know_namespaces(self, namespaces: Iterable[str]) -> set[tuple[ObjectKind, str]]:

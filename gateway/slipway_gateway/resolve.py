@@ -117,7 +117,7 @@ class RoutingTable:
 
     @property
     def namespaces(self) -> frozenset[str]:
-        """Every namespace in which an object was ever seen."""
+        """Every namespace that is known: names that begin with it are its own."""
         return self._names.namespaces
 
     def endpoint(self, name: str) -> Endpoint | None:

@@ -23,8 +23,8 @@ from slipway_kube.client import Client
 from slipway_kube.errors import KubeError, NotFound
 from slipway_kube.informer import Change, Informer
 from slipway_kube.objects import Key as ObjectKey
-from slipway_kube.objects import Node, Pod
-from slipway_kube.resources import CONTROLLER_REVISIONS, NODES, PODS, Resource
+from slipway_kube.objects import Node, Object, Pod
+from slipway_kube.resources import CONTROLLER_REVISIONS, NAMESPACES, NODES, PODS, Resource
 from slipway_operator.adapter_calls import AdapterCalls
 from slipway_operator.controller.kinds import Key, StoredObject
 from slipway_operator.controller.queue import Urgency
@@ -108,6 +108,11 @@ class Caches:
         self.node_counts = NodeCounts()
         self.node_informer = Informer(client, NODES, Node, clock=monotonic)
         self.node_informer.on_change(self._saw_node)
+        self._namespace_listeners: list[Callable[[str], None]] = []
+        # With a list of namespaces these may not be listed, and no other one is served.
+        self.namespace_informer = None if namespaces else Informer(client, NAMESPACES, Object, clock=monotonic)
+        if self.namespace_informer is not None:
+            self.namespace_informer.on_change(self._saw_namespace)
 
     @property
     def nodes(self) -> Mapping[ObjectKey, Node]:
@@ -137,6 +142,12 @@ class Caches:
     def on_node_change(self, callback: OnNodeChange) -> None:
         """Call `listener(old, new)` after each change of a node."""
         self._node_listeners.append(callback)
+
+    def on_namespace(self, callback: Callable[[str], None]) -> None:
+        """Call `callback(name)` for each namespace that may have objects of ours."""
+        self._namespace_listeners.append(callback)
+        for name in self._namespaces:
+            callback(name)
 
     def on_target_change(self, callback: OnTargetChange) -> None:
         """Tell (uid, target) of each change to a replica that should answer for its signals; None: not any more."""
@@ -183,6 +194,11 @@ class Caches:
         for callback in self._node_listeners:
             callback(old, new)
 
+    def _saw_namespace(self, change: Change, old: Object | None, new: Object | None) -> None:
+        if new is not None:
+            for callback in self._namespace_listeners:
+                callback(new.name)
+
     # --- lists --------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -191,6 +207,8 @@ class Caches:
             group.create_task(self.pod_informer.run())
             group.create_task(self.revision_informer.run())
             group.create_task(self.node_informer.run())
+            if self.namespace_informer is not None:
+                group.create_task(self.namespace_informer.run())
             group.create_task(self._check_when_wanted())
 
     async def fill(self) -> None:

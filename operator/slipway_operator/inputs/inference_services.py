@@ -51,6 +51,7 @@ class InferenceServices:
         inputs.caches.on_pod_change(self._saw_pod)
         inputs.caches.on_revision_change(self._saw_revisions)
         inputs.caches.on_node_change(self._saw_node)
+        inputs.caches.on_namespace(self._saw_namespace)
 
     # --- changes of the caches ----------------------------------------------------------------------------------------
 
@@ -69,6 +70,10 @@ class InferenceServices:
     def _saw_revisions(self, services: set[ServiceKey]) -> None:
         for service in services:
             self._inputs.wake(Key(KIND, *service), Urgency.NORMAL)
+
+    def _saw_namespace(self, name: str) -> None:
+        """A name that begins with a namespace is that namespace's own, also before there is an object in it."""
+        self._inputs.wake_objects(self._inputs.model_names.know_namespaces([name]))
 
     def _saw_node(self, old: Node | None, new: Node | None) -> None:
         before = node_facts(old) if old is not None else None
