@@ -164,7 +164,7 @@ async def test_nothing_the_api_server_does_short_of_saying_so_empties_the_table(
         team = Team(server)
         team.put_pod("p1")
         async with a_watched_fleet(server) as fleet:
-            await until(lambda: server.open_watches == 3)
+            await until(lambda: server.open_watches == 4)
             assert names_in(fleet) == ["team/p1"]
             built = fleet.table.built_routes
             trouble(server)
@@ -172,7 +172,7 @@ async def test_nothing_the_api_server_does_short_of_saying_so_empties_the_table(
                 await asyncio.sleep(0.005)
                 assert names_in(fleet) == ["team/p1"]
             server.down = False
-            await until(lambda: server.open_watches == 3)
+            await until(lambda: server.open_watches == 4)
             assert names_in(fleet) == ["team/p1"]
             assert fleet.table.built_routes == built, "nothing was taken out in between"
             team.put_pod("p2")
