@@ -13,6 +13,7 @@
 | loaded        | yes      | few                                | no    | Draining        | yes    |
 | asleep        | no       | –                                  | no    | Sleeping        | yes    |
 | loaded        | any      | more than a step may take          | no    | StepLoopStalled | yes    |
+| loaded        | any      | the process does not run           | no    | StepLoopStalled | yes    |
 | loaded        | any      | more than `hang_seconds`           | no    | StepLoopStalled | no     |
 | died          | any      | any                                | no    | EngineDead      | no     |
 
