@@ -173,7 +173,7 @@ def _over_rate(tenant: Tenant, usage: Usage, now: float, gateways: int) -> Denie
 
 def _over_tokens(tenant: Tenant, usage: Usage, tokens: int, now: float, gateways: int) -> Denied | None:
     limit = tenant.tokens_per_minute
-    if limit is None:
+    if limit is None or not tokens:
         return None
     part, used = share(limit, gateways), usage.tokens.total(now)
     if tokens > limit:

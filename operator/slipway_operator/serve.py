@@ -39,6 +39,7 @@ environment:
   POD_UID                   uid of this replica's pod: a restarted container takes its own Lease back at once
   SLIPWAY_RUNTIME_IMAGE     image of runtimes whose service names none
   SLIPWAY_GATEWAY_URL       base URL of the gateway, for status.url
+  SLIPWAY_TENANTS           true: the gateway has tenants, to each of which a name may mean another service (false)
   SLIPWAY_MASTER_DIR        folder with the admin masters: current, and previous while rotating (/etc/slipway/admin)
   SLIPWAY_GATEWAY_KEY_DIR   folder with the gateway's key, likewise (/etc/slipway/gateway)
   SLIPWAY_GATEWAY_SELECTOR  labels of the gateways' pods in SLIPWAY_NAMESPACE, which are asked for their demand

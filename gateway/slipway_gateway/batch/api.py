@@ -48,8 +48,8 @@ class BatchApi:
 
     def _with_folder(self, call: Call) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            caller = self._tenancy.authenticate(request)
-            return await call(request, self._store.folder(caller.tenant.label))
+            with self._tenancy.admit_query(request) as caller:
+                return await call(request, self._store.folder(caller.tenant.label))
 
         return handle
 

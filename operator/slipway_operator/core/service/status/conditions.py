@@ -5,6 +5,8 @@ of decisions but never live numbers. What it tells of autoscaling is in `scaling
 
 | ready replicas | desired | otherwise                             | Ready                                |
 |----------------|---------|---------------------------------------|--------------------------------------|
+| any            | any     | the served name is another object's   | False NameConflict, if otherwise True |
+| any            | any     | to tenants it is this service's       | True NameConflict, if Available      |
 | any            | 0       |                                       | True ScaledToZero                    |
 | all            | > 0     |                                       | True Available                       |
 | some           | > 0     |                                       | True Degraded                        |
@@ -56,7 +58,7 @@ from slipway_operator.core.service.rollout.canary import Progress
 from slipway_operator.core.service.rollout.revision import Revision
 from slipway_operator.core.service.rollout.steps import RolloutStep
 from slipway_operator.core.service.rollout.target import Target
-from slipway_operator.core.service.route import route_condition
+from slipway_operator.core.service.route import answers_nobody, name_conflict, route_condition
 from slipway_operator.core.service.status.accounting import NOT_ACCOUNTED, Accounting
 from slipway_operator.core.service.status.performance import measure_performance
 from slipway_operator.core.service.status.problems import Problems, find_problems
@@ -271,6 +273,11 @@ def _conditions(
     status, reason, message = _readiness(
         service.status.conditions, decided, ready, problems, stalled, is_suspended=service.spec.suspend
     )
+    is_taken = answers_nobody(observed) and status is ConditionStatus.TRUE and not service.spec.suspend
+    if is_taken:
+        status, reason, message = ConditionStatus.FALSE, Reason.NAME_CONFLICT, name_conflict(observed)
+    elif reason is Reason.AVAILABLE and (sentence := name_conflict(observed)):
+        reason, message = Reason.NAME_CONFLICT, sentence
     write(ConditionType.READY, status, reason, message)
     enough = ready >= decided.desired
     write(
@@ -283,6 +290,8 @@ def _conditions(
 
     if stalled:
         write(ConditionType.STALLED, True, *stalled)
+    elif is_taken:
+        write(ConditionType.STALLED, True, reason, message)  # no pass changes it: a person has to
     else:
         conditions = remove_condition(conditions, ConditionType.STALLED)
     if not stalled and (progress := _progress(observed, decided, enough)):
@@ -348,7 +357,7 @@ def _readiness(
         return ConditionStatus.FALSE, *stalled
     was = find_condition(before, ConditionType.READY)
     served = was is not None and was.status is ConditionStatus.TRUE and was.reason != Reason.SCALED_TO_ZERO
-    if served or (was is not None and was.reason == Reason.NO_READY_REPLICAS):
+    if served or (was is not None and was.reason in (Reason.NO_READY_REPLICAS, Reason.NAME_CONFLICT)):
         return ConditionStatus.FALSE, Reason.NO_READY_REPLICAS, sentence
     if problems.waits_for_gpu:
         return ConditionStatus.UNKNOWN, Reason.WAITING_FOR_GPU, sentence
