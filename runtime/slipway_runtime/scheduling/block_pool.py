@@ -243,7 +243,7 @@ class BlockPool:
         return True
 
     def unpublish(self, blocks: Iterable[int]) -> None:
-        """Remove held blocks from the prefix cache: their KV must not be found again. Sequences that hold them go on."""
+        """Remove held blocks from the prefix cache, so that no later sequence finds their KV."""
         for block in blocks:
             assert self._ref_count[block] > 0
             if self._key_of[block] is not None:

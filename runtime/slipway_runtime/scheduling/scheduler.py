@@ -58,14 +58,13 @@ from slipway_runtime.scheduling.request_table import RequestTable
 from slipway_runtime.scheduling.residency import Residency
 from slipway_runtime.scheduling.scheduler_output import InFlightBatch, Scheduled, SchedulerOutputBuilder
 from slipway_runtime.scheduling.sequence import Sequence, State, accept, with_drafts, with_embedding
+from slipway_runtime.scheduling.speculation import Drafter, Speculation
+from slipway_runtime.scheduling.text_blocks import TextBlockIndex
 
 INVALID_LOGITS = (
     "the model's output is not finite (NaN or infinity): the checkpoint is damaged, or its numbers exceed the range of "
     "the dtype; load it with dtype bfloat16 or float32"
 )
-from slipway_runtime.scheduling.speculation import Drafter, Speculation
-from slipway_runtime.scheduling.text_blocks import TextBlockIndex
-
 MAX_IN_FLIGHT = 2
 
 
