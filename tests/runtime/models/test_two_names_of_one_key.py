@@ -50,9 +50,10 @@ def test_positions_are_those_of_transformers_or_the_file_is_refused(model_type: 
             continue
         computed += 1
         given = {"rope_parameters": new, "rope_scaling": old, **outer}
+        given = {key: dict(value) if isinstance(value, dict) else value for key, value in given.items()}
         theirs = CONFIG_MAPPING[model_type](
             hidden_size=64, num_attention_heads=8, num_hidden_layers=2, head_dim=8, max_position_embeddings=256,
-            **{key: dict(value) if isinstance(value, dict) else value for key, value in given.items() if value is not None},
+            **{key: value for key, value in given.items() if value is not None},
         )  # fmt: skip
         rotary = LlamaRotaryEmbedding(theirs)
         frequencies = inverse_frequencies(8, ours.rope_theta, ours.rope_scaling)
@@ -63,7 +64,7 @@ def test_positions_are_those_of_transformers_or_the_file_is_refused(model_type: 
 
 def test_a_theta_that_only_the_replaced_block_has_is_not_lost_silently():
     new = {"rope_type": "default", "rope_theta": 1e6}
-    with pytest.raises(ModelRefusedError, match="whose rope_theta 1000000.0 it lacks; repeat rope_theta"):
+    with pytest.raises(ModelRefusedError, match=r"whose rope_theta 1000000\.0 it lacks; repeat rope_theta"):
         parse_config({**LLAMA, "rope_parameters": new, "rope_scaling": YARN})
     config = parse_config({**LLAMA, "rope_parameters": new, "rope_scaling": {**YARN, "rope_theta": 1e6}})
     assert (config.rope_scaling.kind, config.rope_theta, config.max_position) == ("yarn", 1e6, 256)
