@@ -11,12 +11,15 @@ Refusal
 ├── wrong_method           405
 ├── body_too_slow          408 the body did not arrive in time
 ├── too_large              413 the body
+├── unsupported_encoding   415 the body has a content encoding
+├── unsupported_expectation 417 an `Expect` header other than 100-continue
 ├── gateway_memory_full    429 too many bytes of request bodies, in all
 ├── service_memory_full    429 too many bytes of request bodies, of one service
 ├── service_requests_full  429 too many open requests, of one service
 ├── tenant_limit           429 a limit of the tenant
 ├── overloaded             429 the service cannot keep up, and the tenant has a low priority
 ├── internal               500 our own mistake
+├── unsupported_transfer   501 a transfer encoding other than chunked
 ├── bad_gateway            502 every replica that was tried broke off
 ├── not_ready              503 no replica can answer now
 ├── suspended              503 the service is suspended
@@ -59,6 +62,8 @@ class Refusal(Exception):  # noqa: N818  a refusal is an answer, not a mistake
             response.headers["retry-after-ms"] = str(self.retry_after * 1000)
         if self.status == 401:
             response.headers["WWW-Authenticate"] = "Bearer"
+        if self.status == 415:
+            response.headers["Accept-Encoding"] = "identity"
         if self.closes_connection:
             response.force_close()
         return response
@@ -145,6 +150,23 @@ def too_large(limit_bytes: int) -> Refusal:
     """The body exceeds the limit of one request."""
     limit = f"{limit_bytes >> 20} MiB" if limit_bytes >= 1 << 20 else f"{limit_bytes} bytes"
     return Refusal(413, "RequestTooLargeError", f"A request may have {limit}, this one has more.")
+
+
+def unsupported_encoding() -> Refusal:
+    """The body is compressed; the encoding is not repeated, because it is a stranger's text."""
+    message = "Content encodings are not supported. Send the body uncompressed, without Content-Encoding."
+    return Refusal(415, "UnsupportedMediaTypeError", message)
+
+
+def unsupported_expectation() -> Refusal:
+    """The request expects something else than `100 Continue`."""
+    return Refusal(417, "ExpectationFailedError", "The only supported Expect header is 100-continue.")
+
+
+def unsupported_transfer() -> Refusal:
+    """The body has a transfer encoding other than chunked."""
+    message = "The only supported Transfer-Encoding is chunked. Send the body as it is."
+    return Refusal(501, "NotImplementedError", message)
 
 
 def body_too_slow() -> Refusal:

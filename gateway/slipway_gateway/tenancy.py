@@ -30,11 +30,15 @@ from slipway_gateway.errors import (
     unknown_model,
 )
 from slipway_gateway.limits import Denied, Limits
+from slipway_gateway.listener import MAY_SEND
 from slipway_gateway.metrics import UNKNOWN_MODEL
 from slipway_gateway.request_body import EXPECTED_OUTPUT_TOKENS, Body, InferenceRequest
 from slipway_gateway.tenants import ANYONE, MAX_KEY_CHARACTERS, Caller, TenantFiles, digest_of
 
 CALLER: Final = web.RequestKey("slipway.caller", Caller)  # of a request that this gateway makes itself, for a batch
+
+# Of a body that was refused by its headers: a client that is known and keeps its connection sends it first.
+MAX_UNREAD_BYTES: Final = 16 << 20
 
 _decode_raw = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -100,6 +104,7 @@ class Tenancy(Collector):
         if isinstance(known := request.get(CALLER), Caller):
             return known
         if self._files is None:
+            request[MAY_SEND] = MAX_UNREAD_BYTES
             return Caller(ANYONE)
         directory = self._files.refresh(self._clock())
         if directory is None:
@@ -111,6 +116,7 @@ class Tenancy(Collector):
         digest = digest_of(key) if len(key) <= MAX_KEY_CHARACTERS else ""
         caller = directory.callers.get(digest)
         if caller is not None:
+            request[MAY_SEND] = MAX_UNREAD_BYTES
             return caller
         if digest in directory.unclaimed:
             self._accounting.unauthenticated("no_tenant")

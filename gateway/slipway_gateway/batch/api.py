@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from slipway_gateway.batch.limits import BatchLimits
 from slipway_gateway.batch.store import ENDED, BatchStore, Folder, Record, new_id
 from slipway_gateway.batch.worker import BatchWorker
 from slipway_gateway.errors import Refusal, bad_request, body_too_slow, too_large, unknown_path
+from slipway_gateway.front_door import ask_for_body, defer_continue
 from slipway_gateway.tenancy import Tenancy
 
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
@@ -35,7 +37,7 @@ class BatchApi:
 
     def add_routes(self, app: web.Application) -> None:
         """Add the paths to the application for clients."""
-        add = app.router.add_route
+        add = partial(app.router.add_route, expect_handler=defer_continue)
         add("POST", "/v1/files", self._with_folder(self._upload))
         add("GET", "/v1/files", self._with_folder(self._list_files))
         add("GET", "/v1/files/{id}", self._with_folder(self._get_file))

@@ -3,9 +3,11 @@
 Plain ASGI: streams are not buffered, and a disconnect passes through unchanged.
 """
 
+import asyncio
 import json
 import re
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,6 +33,9 @@ ORCA_HEADER: Final = "endpoint-load-metrics"
 # Paths for the kubelet and metrics scrapers, which have no token.
 OPEN_PATHS: Final = frozenset({names.PATH_HEALTH, names.PATH_READY, names.PATH_METRICS})
 _DISCARD_BYTES: Final = 64 * 2**20
+# Of the body of a caller without the token: most clients finish sending before they read the answer.
+_STRANGER_BYTES: Final = 64 * 2**10
+_STRANGER_SECONDS: Final = 1.0
 _RETRY_SOON: Final = {"Retry-After": "1", "retry-after-ms": "1000", **NOT_STARTED}
 
 
@@ -55,14 +60,21 @@ def load_report(signals: Signals, form: str) -> str:
             return ""
 
 
-async def _discard_body(receive: Receive) -> None:
+async def _discard_body(receive: Receive, most: int = _DISCARD_BYTES) -> None:
     """Read and drop a body, up to a limit: a client that still sends would see a reset instead of the response."""
-    left = _DISCARD_BYTES
+    left = most
     while left > 0:
         message = await receive()
         left -= len(message.get("body", b""))
         if not message.get("more_body", False):
             return
+
+
+async def _discard_strangers_body(receive: Receive) -> None:
+    """The same for a caller that is not known: what it costs does not grow with what it sends, or how slowly."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_STRANGER_SECONDS):
+            await _discard_body(receive, _STRANGER_BYTES)
 
 
 @dataclass
@@ -106,7 +118,7 @@ class ServingMiddleware:
         send = self._signing(send, scope, request_id, headers.get(ORCA_FORMAT_HEADER, ""))
         send = self._logging(send, scope, headers, request_id)
         if (refusal := self._refusal(scope, headers)) is not None:
-            await _discard_body(receive)
+            await (_discard_strangers_body(receive) if refusal.status == 401 else _discard_body(receive))
             return await refusal.response(scope["path"], request_id)(scope, receive, send)
         body = _Body()
         self._open += 1
@@ -121,7 +133,8 @@ class ServingMiddleware:
         if digests and scope["path"] not in OPEN_PATHS:
             token = headers.get(names.HEADER_SERVING_TOKEN, "")
             if not token_matches(token, digests):
-                return ApiError(401, f"the header {names.HEADER_SERVING_TOKEN} is missing or wrong")
+                message = f"the header {names.HEADER_SERVING_TOKEN} is missing or wrong"
+                return ApiError(401, message, headers={"Connection": "close"})
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > self._max_body_bytes:
             return ApiError(413, self._too_large, headers={"Connection": "close"})
