@@ -118,7 +118,7 @@ class Forwarder:
         """Forward a stream event by event as far as it goes; empty, or why it broke off."""
         events: Events = EventSplitter()
         if journal is not None and reply.identity:
-            events = MarkedEvents(journal.open_answers, journal.add)
+            events = MarkedEvents(journal.open_answers, journal.add, journal.hold)
         broken = ""
         try:
             try:
