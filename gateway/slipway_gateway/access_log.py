@@ -89,6 +89,7 @@ class RequestRecord:
     service: str = ""
     adapter: str = ""  # the adapter that shall answer; empty: the base
     revision: str = ""
+    is_pinned: bool = False  # the client chose the revision: what it met there says nothing of the split
     tenant: str = ""
     key: str = ""  # the name of the API key, never the key
     may_use: MayUse = may_use_all  # what the tenant may use: it resolves names among these
@@ -114,6 +115,7 @@ class RequestRecord:
     forwarded: float = 0.0  # and was forwarded
     tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=4))  # the answer's last pieces: finish and usage
     failed: list[tuple[str, AttemptFailure]] = field(default_factory=list)  # failed attempts by revision
+    is_abandoned: bool = False  # the client left, or the deadline passed, when a replica had the prompt
     is_cut: bool = False  # the gateway itself ended it, because it shuts down
     outcomes: Outcomes | None = None
     request_key: str = field(default_factory=lambda: f"{random.getrandbits(64):x}")  # of its draws that last
@@ -138,7 +140,9 @@ class RequestRecord:
         elif not self.forwarded:
             self.forwarded = time.monotonic()
             if self.outcomes is not None and self.stream and self.status == 200:
-                self.pace = self.outcomes.client_pace(self.service, self.revision, self.first_byte)
+                self.pace = self.outcomes.client_pace(
+                    self.service, self.revision, self.first_byte, is_pinned=self.is_pinned
+                )
         self.response_bytes += len(piece)
         if self.capture is not None:
             self.capture.add(piece)
@@ -154,8 +158,13 @@ class RequestRecord:
         return _last_match(_FINISH, b"".join(self.tail))
 
     def usage(self) -> TokenUsage:
-        """The tokens that it used: by the answer's own usage, else estimated."""
+        """The tokens that it used: by the answer's own usage, else estimated.
+
+        A prompt that was sent to a replica counts, although its client left before the first byte of an answer.
+        """
         if not self.was_served:
+            if self.is_abandoned and not self.forwarded and not self.is_cut:
+                return TokenUsage(self.request_bytes // BYTES_PER_TOKEN, 0, 0, is_estimated=True)
             return NOTHING_USED
         end = b"".join(self.tail)[-USAGE_BYTES:]
         prompt, output = _last_number(_PROMPT_TOKENS, end), _last_number(_OUTPUT_TOKENS, end)
@@ -172,8 +181,8 @@ class RequestRecord:
 
     @property
     def counts_for_revision(self) -> bool:
-        """Whether a replica was asked, and neither the client nor this gateway ended the request before the answer."""
-        return bool(self.revision) and self.status not in (0, CLIENT_LEFT) and not self.is_cut
+        """Whether the split chose the replica, and neither client nor gateway ended the request before the answer."""
+        return bool(self.revision) and not self.is_pinned and self.status not in (0, CLIENT_LEFT) and not self.is_cut
 
     @property
     def ttft_seconds(self) -> float | None:

@@ -56,7 +56,7 @@ from slipway_gateway.picker.pick import NoneReady, Picked, UnknownRevision
 from slipway_gateway.request_body import Body, BodyReader, InferenceRequest, parse, request_id
 from slipway_gateway.resolve import may_use_all
 from slipway_gateway.shares import SharedCapacity
-from slipway_gateway.tenancy import Tenancy, internal_headers, set_max_tokens
+from slipway_gateway.tenancy import ATTEMPT_FAILURES, Tenancy, internal_headers, set_max_tokens
 from slipway_gateway.tenants import Caller
 from slipway_gateway.tracing import Tracing
 from slipway_gateway.upstream import (
@@ -168,6 +168,7 @@ class Requests:
             if not self._open:
                 self.idle.set()
             self._metrics.open_requests.dec()
+            request[ATTEMPT_FAILURES] = tuple(record.failures)
             self.access_log.write(record)
             self.tenancy.account(record)
             record.trace.finish(record)
@@ -185,6 +186,7 @@ class Requests:
             record.request_bytes = len(body.content)
             inference = parse(body.content, request, tenant=record.tenant)
             record.stream, record.max_tokens = inference.stream, inference.max_tokens
+            record.is_pinned = bool(inference.routing.pin)
             route = self._resolve(inference, record)
             self.tenancy.check(caller, body, inference, record)
             with self.tenancy.admit(caller, inference, record):

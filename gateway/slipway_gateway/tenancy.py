@@ -5,6 +5,7 @@ known, `admit` while it is being answered, and `account` when it has ended. With
 `ANYONE`'s, and the limits of the settings alone apply.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from slipway_gateway.access_log import BYTES_PER_TOKEN, RequestRecord
 from slipway_gateway.accounting import Accounting
 from slipway_gateway.apis import GENERATING_PATHS, limit_field
 from slipway_gateway.errors import (
+    Refusal,
     bad_request,
     invalid_key,
     key_without_tenant,
@@ -37,6 +39,8 @@ from slipway_gateway.tenants import ANYONE, MAX_KEY_CHARACTERS, Caller, TenantFi
 
 CALLER: Final = web.RequestKey("slipway.caller", Caller)  # of a request that this gateway makes itself, for a batch
 
+# The failed attempts of a request, for the batch worker.
+ATTEMPT_FAILURES: Final = web.RequestKey("slipway.attempt_failures", tuple)
 # Of a body that was refused by its headers: a client that is known and keeps its connection sends it first.
 MAX_UNREAD_BYTES: Final = 16 << 20
 
@@ -174,6 +178,12 @@ class Tenancy(Collector):
             raise tenant_limit(granted)
         try:
             yield
+        except asyncio.CancelledError:
+            record.is_abandoned = bool(record.sent)
+            raise
+        except Refusal as refusal:
+            record.is_abandoned = bool(record.sent) and refusal.status == 504
+            raise
         finally:
             usage = record.usage()
             self._limits.settle(tenant, granted, usage.input + usage.output, self._clock())

@@ -21,7 +21,7 @@ from slipway_gateway.gateway import Gateway
 from slipway_gateway.picker.endpoints import Endpoint, Service
 from slipway_gateway.settings import GatewaySettings
 from slipway_gateway.tenants import digest_of
-from tests.gateway.doubles import MODEL, Runtime, a_caller, answer_whole, be_full, until
+from tests.gateway.doubles import MODEL, Runtime, a_caller, answer_whole, be_full, hang_up, until
 
 CHAT = "/v1/chat/completions"
 KEY = f"team/{MODEL}"
@@ -292,3 +292,48 @@ def test_a_batch_is_locked_by_one_process_at_a_time(tmp_path):
     folder.save_batch({"id": "batch_" + "0" * 24})
     assert folder.lock("batch_" + "0" * 24) is not None
     assert folder.lock("batch_" + "0" * 24) is None
+
+
+@pytest.mark.capability("API-13", "RD-3")
+async def test_a_line_that_crashes_replicas_is_an_error_of_that_line_after_two(tmp_path):
+    """review/control-plane.md 7: it was asked again, two replicas a second, for 24 hours."""
+
+    async def crash_on_poison(runtime: Runtime, request: web.Request) -> web.StreamResponse:
+        is_poison = runtime.bodies[-1].get("seed") == 666
+        return await (hang_up if is_poison else answer_whole)(runtime, request)
+
+    async with Runtime(crash_on_poison) as runtime, serving(tmp_path, runtime) as gateway:
+        client = a_client(gateway)
+        done = await ended(client, await submit(client, line("good"), line("poison", seed=666)))
+        errors = await results(client, done.error_file_id)
+        poisoned = sum(body.get("seed") == 666 for body in runtime.bodies)
+
+    assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", 1, 1)
+    assert errors["poison"]["status_code"] == 502
+    assert poisoned <= 3, "two suspected crashes, of which one may have been an idle connection"
+
+
+@pytest.mark.capability("API-13")
+async def test_an_answer_that_takes_too_long_is_an_error_of_its_line_and_not_computed_again(tmp_path):
+    """review/control-plane.md 7"""
+    async with Runtime().hold() as runtime, serving(tmp_path, runtime, request_seconds=0.3) as gateway:
+        client = a_client(gateway)
+        done = await ended(client, await submit(client, line("long")))
+        errors = await results(client, done.error_file_id)
+
+    assert errors["long"]["status_code"] == 504
+    assert runtime.requests == 1
+
+
+@pytest.mark.capability("API-13")
+async def test_an_answer_that_is_not_json_is_an_error_of_its_line(tmp_path):
+    async def mumble(runtime: Runtime, request: web.Request) -> web.StreamResponse:
+        return web.Response(text="mumble")
+
+    async with Runtime(mumble) as runtime, serving(tmp_path, runtime) as gateway:
+        client = a_client(gateway)
+        done = await ended(client, await submit(client, line("one")))
+        errors = await results(client, done.error_file_id)
+
+    assert done.request_counts.failed == 1
+    assert errors["one"]["body"]["error"]["message"] == "The answer is not JSON."

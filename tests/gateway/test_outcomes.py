@@ -3,8 +3,10 @@
 import pytest
 
 from slipway_api.gateway_api import OUTCOME_BUCKETS
-from slipway_gateway.access_log import RequestRecord
+from slipway_gateway.access_log import AccessLog, RequestRecord
+from slipway_gateway.fleet import Fleet
 from slipway_gateway.health import AttemptFailure
+from slipway_gateway.metrics import Metrics
 from slipway_gateway.outcomes import Outcomes
 from slipway_gateway.picker.endpoints import LatencyLimits
 
@@ -160,3 +162,22 @@ def test_a_client_that_closes_after_the_last_event_has_not_left_before_the_end(p
 
     assert record.status == expected
     assert record.finish == ("cancelled" if expected == 499 else "")
+
+
+@pytest.mark.capability("RG-1")
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_requests_that_pin_a_revision_do_not_decide_its_canary_and_count_for_the_service(is_pinned):
+    """review/control-plane.md 18: 60 pinned requests were all that the analysis saw."""
+    outcomes = Outcomes("boot")
+    record = a_record()
+    record.service, record.revision, record.outcomes, record.is_pinned = "ns/chat", "r2", outcomes, is_pinned
+    record.pace, record.stream, record.forwarded, record.status = None, True, 0.0, 200
+    record.add_forwarded(b"data: 1\n\n")
+    record.add_forwarded(b"data: 2\n\n")
+    AccessLog(Metrics(Fleet(), open_to_anyone=True)).write(record)
+    report = outcomes.report()
+
+    assert [(one.revision, one.requests, sum(one.itl)) for one in report.revisions if one.requests or one.itl] == (
+        [] if is_pinned else [("r2", 1, 1)]
+    )
+    assert [(one.requests, sum(one.itl)) for one in report.services] == [(1, 1)]
