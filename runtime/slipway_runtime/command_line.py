@@ -258,6 +258,9 @@ def _process_settings(arguments: argparse.Namespace, environment: Mapping[str, s
         run_directory=run_directory(environment),
         cache_directory=cache_directory(environment),
         admin_token_digests=tuple(d.strip() for d in digests.split(",") if d.strip()),
+        gateway_token_digests=tuple(
+            d.strip() for d in environment.get(names.ENV_GATEWAY_TOKEN_SHA256, "").split(",") if d.strip()
+        ),
         pod=environment.get("POD_NAME", ""),
         namespace=environment.get("POD_NAMESPACE", ""),
     )

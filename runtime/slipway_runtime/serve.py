@@ -90,6 +90,7 @@ async def serve(settings: RuntimeSettings) -> int:
         max_body_bytes=settings.max_body_bytes,
         adapter_endpoints=settings.adapter_endpoints,
         token_digests=settings.serving_token_digests,
+        gateway_token_digests=settings.gateway_token_digests,
     )
     choice = ModelChoice(settings, replica)
     admin = admin_app(replica, choice, token_digests=settings.admin_token_digests)

@@ -166,6 +166,7 @@ class RuntimeSettings:
     cache_directory: Path = Path(names.CACHE_DIRECTORY)
     admin_token_digests: tuple[str, ...] = ()  # empty: the admin port listens on localhost only
     serving_token_digests: tuple[str, ...] = ()  # empty: the serving port requires no token
+    gateway_token_digests: tuple[str, ...] = ()  # of an open port: whoever shows one is believed its internal headers
     pod: str = ""
     namespace: str = ""
 
@@ -176,6 +177,7 @@ class RuntimeSettings:
             given["gpu_memory_utilization"] = float(spec.gpu_memory_utilization)
         given["max_cpu_adapters"] = spec.max_cpu_adapters or max(0, spec.max_adapters)
         if isinstance(spec, LoadModelRequest):
+            given["gateway_token_digests"] = spec.gateway_token_sha256 or self.gateway_token_digests
             given["serving_token_digests"] = spec.serving_token_sha256 or self.serving_token_digests
             given["standby"] = ""  # this request claims a process in standby
             given["drain_timeout"] = float(spec.drain_timeout_seconds) or self.drain_timeout

@@ -15,6 +15,7 @@ from slipway_operator.controller.kinds import Decision, Key, Memory, StoredObjec
 from slipway_operator.controller.queue import Urgency
 from slipway_operator.core import observed as seen
 from slipway_operator.core.observed import Namesake, Observed
+from slipway_operator.core.service.access import with_recorded_access
 from slipway_operator.core.service.plan import plan
 from slipway_operator.inputs.caches import Inputs
 from slipway_operator.inputs.observer import node_facts, replica
@@ -86,6 +87,9 @@ class InferenceServices:
     def observe(self, key: Key, stored: StoredObject, memory: Memory) -> Observed:
         """Build the snapshot from which the core decides."""
         reading = read(stored.body)
+        reading = replace(
+            reading, service=with_recorded_access(reading.service, self._inputs.defaults.direct_access)
+        )
         caches = self._inputs.caches
         pods = caches.pods.of(ServiceKey(key.namespace, key.name))
         node_names = {pod.spec.node_name for pod in pods if pod.spec.node_name}

@@ -45,11 +45,13 @@ def serving_app(
     max_open_body_bytes: int = MAX_OPEN_BODY_BYTES,
     adapter_endpoints: bool = False,
     token_digests: tuple[str, ...] = (),
+    gateway_token_digests: tuple[str, ...] = (),
 ) -> ASGIApp:
     """The application of the serving port.
 
     adapter_endpoints: clients may load and unload adapters.
     token_digests: SHA-256 of the accepted tokens; empty: no token is required.
+    gateway_token_digests: SHA-256 of tokens that are not required; who shows one may set tenant and priority.
     """
     app = FastAPI(
         title="Slipway runtime",
@@ -73,6 +75,7 @@ def serving_app(
         max_open_requests=max_open_requests,
         max_open_body_bytes=max_open_body_bytes,
         token_digests=token_digests,
+        gateway_token_digests=gateway_token_digests,
     )
 
 
