@@ -180,7 +180,7 @@ async def test_a_prompt_that_was_sent_counts_although_its_client_left(tmp_path):
         for _ in range(6):
             asked = asyncio.create_task(client.chat.completions.create(model="chat", messages=prompt, max_tokens=1))
             reached = runtime.requests
-            while runtime.requests == reached and not asked.done():
+            while runtime.requests == reached and not asked.done():  # noqa: ASYNC110  as above
                 await asyncio.sleep(0.005)
             asked.cancel()
             answer = await asyncio.gather(asked, return_exceptions=True)

@@ -14,7 +14,7 @@ from slipway_gateway.batch.limits import BatchLimits
 from slipway_gateway.batch.store import ENDED, BatchStore, Folder, Record, new_id
 from slipway_gateway.batch.worker import BatchWorker
 from slipway_gateway.errors import Refusal, bad_request, body_too_slow, too_large, unknown_path
-from slipway_gateway.front_door import ask_for_body, defer_continue
+from slipway_gateway.front_door import defer_continue
 from slipway_gateway.tenancy import Tenancy
 
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")

@@ -87,9 +87,7 @@ class InferenceServices:
     def observe(self, key: Key, stored: StoredObject, memory: Memory) -> Observed:
         """Build the snapshot from which the core decides."""
         reading = read(stored.body)
-        reading = replace(
-            reading, service=with_recorded_access(reading.service, self._inputs.defaults.direct_access)
-        )
+        reading = replace(reading, service=with_recorded_access(reading.service, self._inputs.defaults.direct_access))
         caches = self._inputs.caches
         pods = caches.pods.of(ServiceKey(key.namespace, key.name))
         node_names = {pod.spec.node_name for pod in pods if pod.spec.node_name}

@@ -151,7 +151,7 @@ def test_the_model_is_asked_for_until_the_pod_has_it(starting, is_started, asks)
 
     asked = [action for action in made.actions if isinstance(action, LoadModel)]
     assert bool(asked) == asks
-    assert all(action.request.serving_token_sha256 == ("as-annotated",) for action in asked)
+    assert all(action.request.gateway_token_sha256 == ("as-annotated",) for action in asked)
 
 
 @pytest.mark.capability("AS-5")
