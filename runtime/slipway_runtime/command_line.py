@@ -131,7 +131,16 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--speculation-max-tokens", type=int, default=0, help="tokens drafted at most in one step")
     _add_adapter_flags(serve)
     serve.add_argument(
-        "--kv-events-endpoint", default="", metavar="ADDRESS", help="publish KV events here: tcp://*:5557"
+        "--kv-events-endpoint",
+        default="",
+        metavar="ADDRESS",
+        help="publish KV events, which contain the tokens of prompts: tcp://*:5557 on loopback, tcp://0.0.0.0:5557 to "
+        "every pod that connects",
+    )
+    serve.add_argument(
+        "--metrics-on-serving-port",
+        action="store_true",
+        help="serve /metrics on the port for clients too, for a runtime without a gateway",
     )
     serve.add_argument(
         "--legacy-metric-names", action="store_true", help="export metrics under the names of older vLLMs too"

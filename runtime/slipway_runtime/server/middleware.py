@@ -30,8 +30,8 @@ _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 # With this request header a gateway asks for a load report (ORCA) in the response, as text or JSON.
 ORCA_FORMAT_HEADER: Final = "endpoint-load-metrics-format"
 ORCA_HEADER: Final = "endpoint-load-metrics"
-# Paths for the kubelet and metrics scrapers, which have no token.
-OPEN_PATHS: Final = frozenset({names.PATH_HEALTH, names.PATH_READY, names.PATH_METRICS})
+# Paths for the kubelet, which has no token.
+OPEN_PATHS: Final = frozenset({names.PATH_HEALTH, names.PATH_READY})
 # They need the gateway's token. Names of headers arrive in lower case.
 _PROVEN_HEADERS: Final = frozenset({names.HEADER_TENANT.encode(), names.HEADER_PRIORITY.encode()})
 _DISCARD_BYTES: Final = 64 * 2**20

@@ -244,8 +244,8 @@ async def test_with_a_serving_token_only_its_holder_gets_an_answer_and_probes_st
         for token in (current, previous):
             answer = await replica.chat(max_tokens=1, headers={"x-slipway-serving-token": token})
             assert answer.status_code == 200
-        for path in ("/health", "/metrics"):
-            assert (await replica.http.get(replica.url + path)).status_code == 200
+        assert (await replica.http.get(f"{replica.url}/health")).status_code == 200
+        assert (await replica.http.get(f"{replica.url}/metrics")).status_code == 401, "review/shipping.md 24"
         assert (await replica.admin("/ready")).status_code == 200, "the admin port has a token of its own"
 
 
@@ -265,6 +265,16 @@ async def test_tenant_and_priority_need_the_gateways_token_and_are_else_ignored_
     assert "x-slipway-ignored-headers" not in proven.headers
     assert 'tenant="shop"' not in before
     assert 'tenant="shop"' in page, "the gateway's own request counts for its tenant"
+
+
+@pytest.mark.capability("SE-11", "OB-1")
+async def test_metrics_are_on_the_admin_port_alone_and_the_serving_port_says_so():
+    """review/shipping.md 24: tenants, models and volumes were shown to every pod."""
+    async with a_replica() as replica:
+        refused = await replica.http.get(f"{replica.url}/metrics")
+        assert refused.status_code == 404
+        assert "admin port" in refused.json()["error"]["message"]
+        assert (await replica.admin("/metrics")).status_code == 200
 
 
 @pytest.mark.capability("SE-9")

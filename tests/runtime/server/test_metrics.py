@@ -51,7 +51,7 @@ ACCEPT = "application/openmetrics-text;version=1.0.0,application/openmetrics-tex
 
 async def samples(replica: Running, url: str | None = None) -> dict[str, float]:
     """Every sample as `name{label="value",…}`, without the two labels that all of them share."""
-    page = (await replica.http.get(url or f"{replica.url}/metrics", headers={"accept": ACCEPT})).text
+    page = (await replica.http.get(url or f"{replica.admin_url}/metrics", headers={"accept": ACCEPT})).text
     found = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -76,7 +76,6 @@ async def test_the_names_are_those_of_vllm(replica: Running):
     config = next(name for name in found if name.startswith("vllm:cache_config_info"))
     assert "block_size=16" in config
     assert "num_gpu_blocks=" in config
-    assert found == await samples(replica, f"{replica.admin_url}/metrics"), "both ports show the same"
 
 
 @pytest.mark.capability("OB-1", "PF-7")
@@ -256,7 +255,7 @@ async def test_labels_do_not_grow_with_what_callers_send(replica: Running, monke
     for tenant in ("a", "b", "c", "d"):
         await replica.chat("SECRETWORD", headers=as_gateway(tenant=tenant), max_tokens=2, user="SECRETWORD")
         await replica.chat(model=f"SECRETWORD{tenant}")
-    page = (await replica.http.get(f"{replica.url}/metrics")).text
+    page = (await replica.http.get(f"{replica.admin_url}/metrics")).text
     found = await samples(replica)
 
     tenants = {name.split("tenant=")[1].rstrip("}") for name in found if name.startswith("slipway:tokens_total")}
@@ -277,7 +276,7 @@ async def test_keys_of_callers_are_in_no_log_no_metric_and_no_error(replica: Run
             await replica.chat(headers=key, model="nobody"),
             await replica.chat(headers=key | {"x-slipway-deadline": "0"}),
             await replica.post("/v1/nothing", {}, headers=key),
-            await replica.http.get(f"{replica.url}/metrics", headers=key),
+            await replica.http.get(f"{replica.admin_url}/metrics", headers=key),
             await replica.admin("/state", headers=key),
         ]
     assert [answer.status_code for answer in answers] == [200, 200, 400, 404, 504, 404, 200, 200]
