@@ -16,6 +16,7 @@ Refusal
 ├── gateway_memory_full    429 too many bytes of request bodies, in all
 ├── service_memory_full    429 too many bytes of request bodies, of one service
 ├── service_requests_full  429 too many open requests, of one service
+├── calls_full             429 too many open calls of a tenant to files and batches
 ├── tenant_limit           429 a limit of the tenant
 ├── overloaded             429 the service cannot keep up, and the tenant has a low priority
 ├── internal               500 our own mistake
@@ -188,6 +189,12 @@ def service_memory_full(service: str) -> Refusal:
 def service_requests_full(service: str) -> Refusal:
     """The requests of this service hold their share of the gateway's connections."""
     return Refusal(429, "RateLimitError", f"The gateway has too many open requests for {service} now.", retry_after=1)
+
+
+def calls_full(open_calls: int, limit: int) -> Refusal:
+    """The tenant has too many open calls to files and batches."""
+    message = f"{open_calls} calls of this tenant to files and batches are open; the limit is {limit}."
+    return Refusal(429, "RateLimitError", message, retry_after=1)
 
 
 def bad_gateway(reason: str) -> Refusal:

@@ -124,6 +124,14 @@ class Limits:
             usage.tokens.add(now, tokens)
         return Grant(tokens, now)
 
+    def take_call(self, tenant: Tenant, now: float, *, gateways: int = 1) -> Denied | None:
+        """Count a call that takes no tokens and no place; the limit that forbids it."""
+        usage = self.usage(tenant.label)
+        denied = _over_rate(tenant, usage, now, gateways)
+        if denied is None and tenant.requests_per_minute is not None:
+            usage.requests.add(now, 1)
+        return denied
+
     def over_requests(self, tenant: Tenant, now: float, *, gateways: int = 1) -> Denied | None:
         """The limit that one more request would exceed, whatever its size; reserves nothing."""
         usage = self.usage(tenant.label)

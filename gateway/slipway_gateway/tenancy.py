@@ -167,6 +167,12 @@ class Tenancy(Collector):
             self._accounting.denied(record, denied.limit, needed)
             raise tenant_limit(denied)
 
+    def take_call(self, caller: Caller) -> None:
+        """Count a call that no replica answers against the tenant's requests a minute, or refuse it."""
+        denied = self._limits.take_call(caller.tenant, self._clock(), gateways=self.gateways)
+        if denied is not None:
+            raise tenant_limit(denied)
+
     @contextmanager
     def admit(self, caller: Caller, inference: InferenceRequest, record: RequestRecord) -> Iterator[None]:
         """Hold a place within the tenant's limits while the request is answered; a Refusal where there is none."""

@@ -20,6 +20,7 @@ import structlog
 from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from slipway_gateway.batch.limits import BatchLimits
 from slipway_gateway.batch.store import BatchStore, Folder, Record, finished_lines, new_id
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.tenancy import ATTEMPT_FAILURES, CALLER, Tenancy
@@ -35,6 +36,7 @@ SAVED_EVERY: Final = 8  # answers, until the counts that the API shows are writt
 LOOK_SECONDS: Final = 2.0  # between two looks for batches, and for room
 ROOM_SECONDS: Final = 0.2  # between two looks for a free slot
 SEEN_SECONDS: Final = 0.005  # between two looks whether a request has reached a replica
+FORGET_SECONDS: Final = 3600.0  # between two looks for batches to forget
 RETRY_SECONDS: Final = 5.0  # where an answer does not say when
 MAX_RETRY_SECONDS: Final = 60.0
 # A later attempt may better these. Not 504: an answer that is longer than a request may take stays so.
@@ -56,6 +58,7 @@ class BatchWorker:
         handlers: Mapping[str, Handler],
         *,
         concurrency: int,
+        limits: BatchLimits | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`handlers` by path; `concurrency`: requests at once, of all batches."""
@@ -66,6 +69,7 @@ class BatchWorker:
         self._places = asyncio.Semaphore(concurrency)
         self._concurrency = concurrency
         self._clock = clock
+        self._limits = limits or BatchLimits()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
         self._stack = AsyncExitStack()
@@ -120,8 +124,12 @@ class BatchWorker:
 
     async def _look(self) -> None:
         """Run what has not ended, and what another gateway has left behind."""
+        forgotten_at = float("-inf")
         while True:
             try:
+                if self._clock() - forgotten_at >= FORGET_SECONDS:
+                    forgotten_at = self._clock()
+                    await asyncio.to_thread(self._forget)
                 for tenant, id in await asyncio.to_thread(self._store.unfinished):
                     if id not in self._running:
                         task = asyncio.create_task(self._run_locked(tenant, id), name=id)
@@ -133,6 +141,11 @@ class BatchWorker:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):
                     await self._wake.wait()
+
+    def _forget(self) -> None:
+        """Forget the batches that ended long ago."""
+        for folder in self._store.folders():
+            folder.forget_ended(self._clock() - self._limits.kept_seconds, self._limits.kept_batches)
 
     async def _run_locked(self, tenant: str, id: str) -> None:
         folder = self._store.folder(tenant)
