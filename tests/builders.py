@@ -14,12 +14,12 @@ from slipway_api import names
 from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import InferenceServiceStatus
 from slipway_api.lora_adapter import PlacementMode
+from slipway_api.model_names import NameConflict
 from slipway_operator.core.adapter.observed import AttachedAdapter
 from slipway_operator.core.observed import (
     Defaults,
     Demand,
     Failure,
-    Namesake,
     Node,
     Observed,
     PastRecommendation,
@@ -228,7 +228,7 @@ def seen(
     taken_names: frozenset[str] = frozenset(),
     failures: tuple[Failure, ...] = (),
     applied: Mapping[str, str] | None = None,
-    namesakes: tuple[Namesake, ...] = (),
+    name_conflict: NameConflict | None = None,
     fault: str = "",
     ready_before: frozenset[str] | None = None,
     disrupted: bool = False,
@@ -251,7 +251,7 @@ def seen(
         taken_names=taken_names,
         failures=failures,
         applied=applied or {},
-        namesakes=namesakes,
+        name_conflict=name_conflict,
         fault=fault,
         ready_before=ready_before,
         demand=demand,

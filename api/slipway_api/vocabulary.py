@@ -30,12 +30,14 @@ STALLED_MEANINGS: Final = {
     Reason.CREDENTIALS_INVALID: "The credentials' Secret or its key is missing, or the source refuses them.",
     Reason.PROGRESS_DEADLINE_EXCEEDED: "A rollout or first start made no progress for progressDeadlineSeconds.",
     Reason.QUOTA_EXCEEDED: "A ResourceQuota forbids the pods.",
+    Reason.NAME_CONFLICT: "Another object, or another namespace, has the served name; its own full name still works.",
     Reason.CRASH_LOOPING: "Replicas end again and again; it holds until one is ready or the spec changes.",
 }
 
 _MEANINGS: Final = {
     ConditionType.READY: (
         (_TRUE, Reason.AVAILABLE, "All desired replicas take requests."),
+        (_TRUE, Reason.NAME_CONFLICT, "All take requests; only to some tenants the served name is this service's."),
         (_TRUE, Reason.DEGRADED, "Fewer replicas than desired take requests."),
         (_TRUE, Reason.SCALED_TO_ZERO, "No replicas are asked for: by the spec, or because no requests come."),
         (_FALSE, Reason.NO_READY_REPLICAS, "It served before, and no replica does."),
@@ -57,7 +59,7 @@ _MEANINGS: Final = {
     ConditionType.ROUTE_READY: (
         (_TRUE, Reason.ROUTED, "The gateway serves it under its served name."),
         (_FALSE, Reason.NO_READY_REPLICAS, "There is no replica to route to."),
-        (_FALSE, Reason.NAME_CONFLICT, "An older service has the served name."),
+        (_FALSE, Reason.NAME_CONFLICT, "Another object, or another namespace, has the served name."),
     ),
     ConditionType.SCALING_ACTIVE: (
         (_TRUE, Reason.METRICS_FRESH, "All ready replicas report their load."),
@@ -138,7 +140,7 @@ EVENTS: Final = {
     EventReason.GPU_FAULT: "The server of a replica ended by a fault of its GPU; its successor prefers another node.",
     EventReason.NODE_DRAIN_FORCED: "A node's drain waited for maxNodeDrainBlockSeconds: evictions are allowed.",
     EventReason.DRAIN_TIMED_OUT: "A drain took longer than drain.timeoutSeconds; what was left.",
-    EventReason.NAME_CONFLICT: "An older service has the served name, or another owner's pod has a replica's name.",
+    EventReason.NAME_CONFLICT: "Another object has the served name, or another owner's pod has a replica's name.",
     EventReason.ACTIVATION_TIMED_OUT: "Requests waited for the first replica of a service and gave up; how many.",
     EventReason.ACTIVATION_QUEUE_FULL: "Requests were refused while the first replica starts; how many, which limit.",
     EventReason.BUDGET_EXCEEDED: "budget.maxGPUs keeps the number below what is wanted.",

@@ -51,11 +51,15 @@ class Counts:
     wrong: int = 0  # complete, with another text than the undisturbed one
     cut: int = 0  # ended without a finish reason, an error event or a broken connection
     slowest_seconds: float = 0.0
+    first_byte_seconds: float = 0.0  # the longest wait for the first byte of an attempt's answer
+    pause_seconds: float = 0.0  # the longest pause within an answer
     reasons: Counter[str] = field(default_factory=Counter)  # of failed attempts, the first ones and the others
 
 
-async def stream_text(session: aiohttp.ClientSession, base_url: str, question: Question) -> str:
-    """One attempt: the text of a whole greedy stream; raises Lost or CutSilently."""
+async def stream_text(
+    session: aiohttp.ClientSession, base_url: str, question: Question, counts: Counts | None = None
+) -> str:
+    """One attempt: the text of a whole greedy stream; raises Lost or CutSilently. Its waits are noted in `counts`."""
     model, prompt, tokens = question
     body = {
         "model": model,
@@ -65,6 +69,7 @@ async def stream_text(session: aiohttp.ClientSession, base_url: str, question: Q
         "stream": True,
         "ignore_eos": True,
     }
+    sent = time.monotonic()
     try:
         async with session.post(f"{base_url}/chat/completions", json=body) as response:
             if response.status != 200:
@@ -74,13 +79,35 @@ async def stream_text(session: aiohttp.ClientSession, base_url: str, question: Q
                     pause=retry_after(response.headers),
                 )
             try:
-                return read_text(await response.read())
+                return read_text(await read_timed(response, sent, counts or Counts()))
             except (aiohttp.ClientError, TimeoutError) as broken:
                 raise Lost(f"in the stream: {type(broken).__name__}", retried=False) from broken
     except TimeoutError as late:
         raise Lost("no answer in time", retried=True) from late
     except aiohttp.ClientError as broken:
         raise Lost(type(broken).__name__, retried=True) from broken
+
+
+async def read_timed(response: aiohttp.ClientResponse, sent: float, counts: Counts) -> bytes:
+    """The whole body; the longest waits, also one that ends with an error, are noted in `counts`."""
+    body, last = b"", sent
+    try:
+        async for piece in response.content.iter_any():
+            note_wait(counts, not body, time.monotonic() - last)
+            last = time.monotonic()
+            body += piece
+    except (aiohttp.ClientError, TimeoutError):
+        note_wait(counts, not body, time.monotonic() - last)
+        raise
+    return body
+
+
+def note_wait(counts: Counts, is_first: bool, seconds: float) -> None:
+    """Keep the longest wait of its kind."""
+    if is_first:
+        counts.first_byte_seconds = max(counts.first_byte_seconds, seconds)
+    else:
+        counts.pause_seconds = max(counts.pause_seconds, seconds)
 
 
 def read_text(body: bytes) -> str:
@@ -176,7 +203,7 @@ class Load:
         began = time.monotonic()
         for attempt in range(MAX_RETRIES + 1):
             try:
-                text = await stream_text(session, self._base_url, question)
+                text = await stream_text(session, self._base_url, question, self.counts)
             except CutSilently:
                 self.counts.cut += 1
                 break

@@ -99,8 +99,17 @@ def hang_all_replicas_briefly(stage: Stage) -> None:
     stage.hang(stage.replicas(), seconds=2)
 
 
-def hang_engine(stage: Stage) -> None:
-    stage.hang([stage.replica()], seconds=12, engine_only=True)
+def hang_engine(seconds: float) -> Callable[[Stage], None]:
+    """A fault: the engine's process is stopped for so long; the process of the API answers on."""
+    return lambda stage: stage.hang([stage.replica()], seconds=seconds, engine_only=True)
+
+
+def hang_two_engines_in_turn(stage: Stage) -> None:
+    """The second hang must be found as soon as the first: a past hang raises no limit."""
+    first, second, *_ = stage.replicas()
+    stage.hang([first], seconds=OUTAGE_SECONDS, engine_only=True)
+    stage.wait_settled()
+    stage.hang([second], seconds=75, engine_only=True)
 
 
 def hang_engine_for_good(stage: Stage) -> None:
@@ -331,7 +340,10 @@ FAULTS = (
     Fault("all replicas killed", kill_all_replicas),
     Fault("replica hangs 12 s", hang_replica),
     Fault("all replicas hang 2 s", hang_all_replicas_briefly),
-    Fault("engine of a replica hangs 12 s", hang_engine),
+    Fault("engine of a replica hangs 12 s", hang_engine(12)),
+    Fault("engine of a replica hangs 20 s", hang_engine(20)),
+    Fault("engine of a replica hangs 75 s", hang_engine(75)),
+    Fault("engine of a replica hangs 20 s, then another one 75 s", hang_two_engines_in_turn),
     Fault("engine of a replica hangs for good", hang_engine_for_good),
     Fault("replica deleted", delete_replica),
     Fault("replica deleted by force", delete_replica_by_force),

@@ -90,6 +90,7 @@ def sentence(row: Row) -> str:
         f"{row.fault}: {counts.sent} sent, {counts.finished} finished, {counts.failed} failed",
         f"{counts.failed_first} failed first attempts, {counts.wrong} wrong, {counts.cut} cut",
         f"{recovery}, slowest request {counts.slowest_seconds:.1f} s",
+        f"longest wait for a first byte {counts.first_byte_seconds:.1f} s, in a stream {counts.pause_seconds:.1f} s",
         *failed_attempts(counts),
         *row.violations,
         row.error,
@@ -104,14 +105,26 @@ def failed_attempts(counts: Counts) -> list[str]:
 
 def table(rows: Iterable[Row]) -> Table:
     """The matrix as a text table."""
-    columns = ("fault", "sent", "finished", "failed", "failed first attempts", "wrong texts", "silently cut")
+    columns = (
+        "fault",
+        "sent",
+        "finished",
+        "failed",
+        "failed first attempts",
+        "wrong texts",
+        "silently cut",
+        "first byte",
+        "pause",
+    )
     result = Table(*columns, "recovery", "slots and owners", "failed attempts, as clients saw them", title="Faults")
     for row in rows:
         counts = row.counts
         numbers = (counts.sent, counts.finished, counts.failed, counts.failed_first, counts.wrong, counts.cut)
+        waits = (f"{counts.first_byte_seconds:.1f} s", f"{counts.pause_seconds:.1f} s")
         recovery = "—" if row.recovery_seconds is None else f"{row.recovery_seconds:.1f} s"
         result.add_row(
-            row.fault, *map(str, numbers), recovery, ", ".join(row.violations) or row.error or "as they should be",
+            row.fault, *map(str, numbers), *waits, recovery,
+            ", ".join(row.violations) or row.error or "as they should be",
             "; ".join(failed_attempts(counts)), style="red" if row.is_bad else "",
         )  # fmt: skip
     return result

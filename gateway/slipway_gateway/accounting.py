@@ -57,6 +57,10 @@ class Accounting:
         self._denied.labels(record.tenant, limit).inc()
         self._count(record, REJECTED, tokens)
 
+    def query_denied(self, tenant: str, limit: str) -> None:
+        """A request of this tenant that no replica answers would have exceeded `limit`."""
+        self._denied.labels(tenant, limit).inc()
+
     def write(self, record: RequestRecord) -> None:
         """Count the tokens of an ended request, and write its audit record."""
         usage = record.usage()

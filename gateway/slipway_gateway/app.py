@@ -59,15 +59,17 @@ def client_app(
             return await handler(request)
         except Refusal as refusal:
             return refusal_response(refusal, request.path, request_id(request))
+        except web.HTTPNotFound:  # a target that is no path, as of CONNECT
+            return refusal_response(unknown_path(request.path), request.path, request_id(request))
 
     async def models(request: web.Request) -> web.StreamResponse:
         if not fleet.view().synced:
             return not_synced().response()
-        caller = requests.tenancy.authenticate(request)
-        table, may_use = fleet.table, caller.tenant.may_use
-        served = [
-            _model(name, route) for name, route in (*table.served_models(may_use), *table.served_adapters(may_use))
-        ]
+        table = fleet.table
+        with requests.tenancy.admit_query(request) as caller:
+            may_use = caller.tenant.may_use
+            named = (*table.served_models(may_use), *table.served_adapters(may_use))
+            served = [_model(name, route) for name, route in named]
         if asks_as_anthropic(request.headers):
             return web.json_response(anthropic_model_list(served))
         return web.json_response({"object": "list", "data": served})
@@ -76,8 +78,8 @@ def client_app(
         if not fleet.view().synced:
             return not_synced().response()
         name = request.match_info["model"]
-        caller = requests.tenancy.authenticate(request)
-        route = fleet.table.resolve(name, may_use=caller.tenant.may_use)
+        with requests.tenancy.admit_query(request) as caller:
+            route = fleet.table.resolve(name, may_use=caller.tenant.may_use)
         if route is None:
             return unknown_model(name).response()
         found = _model(name, route)
@@ -88,11 +90,7 @@ def client_app(
             raise wrong_method(request.method, request.path)
         raise unknown_path(request.path)
 
-    async def hide_server(request: web.Request, response: web.StreamResponse) -> None:
-        response.headers["Server"] = "slipway"  # does not reveal the library and its version
-
     app = web.Application(middlewares=[answer_refusals, refuse_by_headers, await_routes])
-    app.on_response_prepare.append(hide_server)
     for path in SERVING_PATHS:
         app.router.add_post(path, requests.handle, expect_handler=defer_continue)
     app.router.add_get(MODELS_PATH, models, expect_handler=defer_continue)

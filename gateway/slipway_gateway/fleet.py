@@ -3,9 +3,11 @@
 Facts come from `watch` (or from the command line); every fact takes effect before the next request is picked.
 """
 
+import math
 import random
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,6 +17,7 @@ import structlog
 
 from slipway_gateway.demand import Demand
 from slipway_gateway.first_token_times import FirstTokenTimes
+from slipway_gateway.hangs import LATE_SECONDS, FirstByte, Waiting, find_hung
 from slipway_gateway.health import (
     TRUSTED,
     BreakerPolicy,
@@ -36,6 +39,7 @@ from slipway_gateway.resolve import RoutingTable
 log = structlog.get_logger()
 
 STATIC_NAMESPACE: Final = "static"
+HANG_CHECK_SECONDS: Final = 0.5  # between two comparisons of replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +54,17 @@ class View:
 class Destination:
     """The gateway's load, health and retry state for one service; nothing in it is shared with another service."""
 
-    __slots__ = ("first_token_times", "health", "leases", "loads", "picks", "reports", "retry_budget", "slowness")
+    __slots__ = (
+        "first_bytes", "first_token_times", "health", "last_signs", "leases", "loads", "picks", "reports",
+        "retry_budget", "slowness",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.loads: dict[str, Load] = {}  # only endpoints with something outstanding
         self.health: dict[str, Health] = {}  # only endpoints that are not simply trusted
         self.leases: dict[str, set[Lease]] = {}  # attempts that have no first byte yet
+        self.first_bytes: deque[FirstByte] = deque(maxlen=64)  # of streams, the last ones
+        self.last_signs: dict[str, float] = {}  # when each endpoint last sent anything
         self.retry_budget = RetryBudget()
         self.reports = LoadReports()
         self.slowness = LatencyOutliers()
@@ -85,6 +94,8 @@ class Fleet:
         self.prefixes = PrefixIndex()
         self.on_endpoint: Callable[[str, Endpoint | None], None] = lambda _name, _endpoint: None  # see `kv_feeds`
         self._destinations: dict[str, Destination] = {}
+        self._checked_at = -math.inf  # of `check_hangs`
+        self._awake_since = -math.inf
 
     def set_service(self, key: str, service: Service | None) -> None:
         """Add, replace or remove a service."""
@@ -126,6 +137,7 @@ class Fleet:
         destination.health.pop(name, None)  # a pod that becomes ready again starts without failures
         destination.reports.remove(name)
         destination.slowness.remove(name)
+        destination.last_signs.pop(name, None)
         if endpoint is None and not finishes_requests and self._has_endpoints(old.service):
             for lease in tuple(destination.leases.get(name, ())):
                 lease.on_endpoint_left()
@@ -159,9 +171,61 @@ class Fleet:
                 destination.health[name] = after_probe(health, now, self._policy)
         return picked
 
-    def lease(self, endpoint: Endpoint, tokens: int, on_endpoint_left: Callable[[], None]) -> "Lease":
-        """Count a request of about `tokens` against `endpoint` while the lease is held."""
-        return Lease(self.destination(endpoint.service), endpoint, tokens, on_endpoint_left, self.demand)
+    def lease(
+        self,
+        endpoint: Endpoint,
+        tokens: int,
+        on_endpoint_left: Callable[[], None],
+        *,
+        is_stream: bool = False,
+        may_move: bool = False,
+        prompt_tokens: int = 0,
+    ) -> "Lease":
+        """Count a request of about `tokens` against `endpoint` while the lease is held.
+
+        is_stream: its first byte comes with its first token. may_move: it moves if the replica is found to hang.
+        """
+        waiting = Waiting(self._clock(), prompt_tokens) if is_stream else None
+        destination = self.destination(endpoint.service)
+        return Lease(destination, endpoint, tokens, on_endpoint_left, self.demand, self._clock, waiting, may_move)
+
+    def check_hangs(self, seconds: float) -> None:
+        """Eject replicas that are silent while their peers answer, and move the streams that wait at them.
+
+        Called every `HANG_CHECK_SECONDS`; a late call shows that this process read nothing for a while.
+        """
+        now = self._clock()
+        if now - self._checked_at > HANG_CHECK_SECONDS + LATE_SECONDS:
+            self._awake_since = now
+        self._checked_at = now
+        for destination in list(self._destinations.values()):
+            if destination.leases:
+                self._check_hangs_of(destination, now, seconds)
+
+    def _check_hangs_of(self, destination: Destination, now: float, seconds: float) -> None:
+        by_revision: dict[str, dict[str, list[Lease]]] = {}
+        for name, leases in destination.leases.items():
+            endpoint = self.table.endpoint(name)
+            movable = [lease for lease in leases if lease.may_move and lease.waiting is not None]
+            if endpoint is not None and movable:
+                by_revision.setdefault(endpoint.revision, {})[name] = movable
+        for revision, movable_at in by_revision.items():
+            peers = [one for one in destination.first_bytes if self._revision_of(one.endpoint) == revision]
+            waiting = {name: [one.waiting for one in leases if one.waiting] for name, leases in movable_at.items()}
+            for name in find_hung(
+                now, waiting, destination.last_signs, peers, seconds=seconds, awake_since=self._awake_since
+            ):
+                endpoint = self.table.endpoint(name)
+                if endpoint is None or not self.has_other(endpoint):
+                    continue
+                log.warning("hung replica ejected: its peers answer", endpoint=name, requests=len(movable_at[name]))
+                self.record_unreachable(endpoint)
+                for lease in movable_at[name]:
+                    lease.on_endpoint_left()
+
+    def _revision_of(self, name: str) -> str | None:
+        endpoint = self.table.endpoint(name)
+        return endpoint.revision if endpoint is not None else None
 
     def record_success(self, endpoint: Endpoint) -> None:
         """Record an answer: the replica is trusted at once, since a wrong choice is retried before the first byte."""
@@ -273,7 +337,9 @@ class Fleet:
 class Lease:
     """A request's share of an endpoint's load; shrinks as tokens arrive, 0 when released."""
 
-    __slots__ = ("_demand", "_destination", "_left", "_name", "_service", "on_endpoint_left")
+    __slots__ = (
+        "_clock", "_demand", "_destination", "_left", "_name", "_service", "may_move", "on_endpoint_left", "waiting",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -282,8 +348,14 @@ class Lease:
         tokens: int,
         on_endpoint_left: Callable[[], None],
         demand: Demand,
+        clock: Callable[[], float],
+        waiting: Waiting | None,
+        may_move: bool,
     ) -> None:
         self._destination = destination
+        self._clock = clock
+        self.waiting = waiting  # of a stream
+        self.may_move = may_move
         self._demand = demand
         self._name = endpoint.name
         self._service = endpoint.service
@@ -298,8 +370,17 @@ class Lease:
         self._demand.start_request(self._service)
         return self
 
-    def answered(self) -> None:
-        """The first byte is here: from now on the answer stays with this replica."""
+    def answered(self, *, has_begun: bool = False) -> None:
+        """The first byte is here: from now on the answer stays with this replica. `has_begun`: it is a stream's."""
+        self._note_sign()
+        if has_begun and self.waiting is not None:
+            self._destination.first_bytes.append(FirstByte(self._name, self.waiting.since))
+        self._stop_waiting()
+
+    def _note_sign(self) -> None:
+        self._destination.last_signs[self._name] = self._clock()
+
+    def _stop_waiting(self) -> None:
         leases = self._destination.leases.get(self._name)
         if leases is not None:
             leases.discard(self)
@@ -308,6 +389,7 @@ class Lease:
 
     def progress(self, tokens: int) -> None:
         """`tokens` of the answer arrived. The last one stays counted until the end: estimates run short."""
+        self._note_sign()
         done = min(tokens, self._left - 1)
         if done > 0:
             self._left -= done
@@ -317,7 +399,7 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.answered()
+        self._stop_waiting()
         loads = self._destination.loads
         load = loads.pop(self._name)
         if load.requests > 1:

@@ -13,7 +13,7 @@ from slipway_gateway.batch.api import ENDPOINTS as BATCH_ENDPOINTS
 from slipway_gateway.batch.api import BatchApi
 from slipway_gateway.batch.store import BatchStore
 from slipway_gateway.batch.worker import BatchWorker
-from slipway_gateway.fleet import Fleet, View, static_fleet
+from slipway_gateway.fleet import HANG_CHECK_SECONDS, Fleet, View, static_fleet
 from slipway_gateway.journal import JournalMemory
 from slipway_gateway.keys import GatewayKeys
 from slipway_gateway.kv_feeds import KvFeeds
@@ -182,6 +182,8 @@ class Gateway:
                 stack.push_async_callback(_cancel, self.watching)
             if self.batches is not None:
                 await stack.enter_async_context(self.batches)
+            comparing = asyncio.create_task(self._compare_replicas(), name="hangs")
+            stack.push_async_callback(_cancel, comparing)
             await self.admin_listener.open(stack)
             await self.client_listener.open(stack)
             self._stack = stack.pop_all()
@@ -190,6 +192,11 @@ class Gateway:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self._stack.aclose()
+
+    async def _compare_replicas(self) -> None:
+        while True:
+            await asyncio.sleep(HANG_CHECK_SECONDS)
+            self.fleet.check_hangs(self.settings.hang_seconds)
 
     async def leave(self, hurry: asyncio.Event | None = None) -> None:
         """Shut down without cutting a stream, if the streams end in time; setting `hurry` ends the wait."""

@@ -70,6 +70,7 @@ class Interrupted:
     routing: RoutingRequest
     record: RequestRecord
     deadline: float  # of the whole request, of the event loop's clock
+    adapter: str  # key of the adapter that answers; empty: the service itself
     failed: dict[str, float] = field(default_factory=dict)  # by endpoint: when it may be asked again
 
 
@@ -185,10 +186,14 @@ class Handover:
         headers[HEADER_DEADLINE] = f"{max(stream.deadline - now, 0.001):.3f}"
         until = stream.deadline + DEADLINE_GRACE_SECONDS
         try:
-            with self._fleet.lease(endpoint, stream.routing.cost, wait.move) as lease:
+            tokens = stream.routing.prompt_tokens + journal.tokens
+            leased = self._fleet.lease(
+                endpoint, stream.routing.cost, wait.move, is_stream=True, may_move=True, prompt_tokens=tokens
+            )
+            with leased as lease:
                 attempt = self._upstream.attempt(endpoint, request.path_qs, journal.body(), headers, wait, until)
                 async with attempt as reply:
-                    lease.answered()
+                    lease.answered(has_begun=reply.status == 200 and reply.is_stream)
                     leg = self._judge(stream, endpoint, reply)
                     if leg is not None:
                         return leg, broken
@@ -223,7 +228,7 @@ class Handover:
         """A replica of the same revision: one that has not failed under this stream, else one that may be back."""
         if not self._is_on(stream.record.service):
             return None
-        route = self._route(stream.record)
+        route = self._route(stream)
         if route is None:
             return None
         request = replace(stream.routing, pin=stream.record.revision)
@@ -235,11 +240,14 @@ class Handover:
                 return picked.endpoint
         return None
 
-    def _route(self, record: RequestRecord) -> Route | None:
+    def _route(self, stream: Interrupted) -> Route | None:
         """The replicas of the service, or those of them that have loaded the request's adapter."""
-        if not record.adapter:
-            return self._fleet.table.route(record.service)
-        return self._fleet.table.resolve(f"{record.service.partition('/')[0]}/{record.adapter}")
+        table = self._fleet.table
+        if not stream.adapter:
+            return table.route(stream.record.service)
+        adapter = table.adapter(stream.adapter)
+        is_same = adapter is not None and adapter.service == stream.record.service
+        return table.adapter_route(stream.adapter) if is_same else None
 
     def _can_move(self, endpoint: Endpoint) -> Callable[[], bool]:
         """Whether another healthy replica of the same revision could take a stream of this one."""

@@ -124,14 +124,6 @@ class Limits:
             usage.tokens.add(now, tokens)
         return Grant(tokens, now)
 
-    def take_call(self, tenant: Tenant, now: float, *, gateways: int = 1) -> Denied | None:
-        """Count a call that takes no tokens and no place; the limit that forbids it."""
-        usage = self.usage(tenant.label)
-        denied = _over_rate(tenant, usage, now, gateways)
-        if denied is None and tenant.requests_per_minute is not None:
-            usage.requests.add(now, 1)
-        return denied
-
     def over_requests(self, tenant: Tenant, now: float, *, gateways: int = 1) -> Denied | None:
         """The limit that one more request would exceed, whatever its size; reserves nothing."""
         usage = self.usage(tenant.label)
@@ -181,7 +173,7 @@ def _over_rate(tenant: Tenant, usage: Usage, now: float, gateways: int) -> Denie
 
 def _over_tokens(tenant: Tenant, usage: Usage, tokens: int, now: float, gateways: int) -> Denied | None:
     limit = tenant.tokens_per_minute
-    if limit is None:
+    if limit is None or not tokens:
         return None
     part, used = share(limit, gateways), usage.tokens.total(now)
     if tokens > limit:

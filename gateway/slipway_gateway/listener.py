@@ -28,6 +28,7 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from slipway_gateway.protocol_errors import hide_server, with_own_errors
 from slipway_gateway.tls import Certificate
 
 log = structlog.get_logger()
@@ -255,6 +256,7 @@ class Listener:
         self._certificate = certificate
         self.connections = Connections(limits)
         app.middlewares.insert(0, self.connections.track_request)
+        app.on_response_prepare.append(hide_server)
         self._app = app
         self._host = host
         self.port = port
@@ -277,7 +279,7 @@ class Listener:
         assert handlers is not None
         secured = self._certificate is not None
         self._server = await asyncio.get_running_loop().create_server(
-            lambda: Connection(handlers(), self.connections),
+            lambda: Connection(with_own_errors(handlers()), self.connections),
             self._host,
             self.port,
             backlog=1024,

@@ -13,6 +13,7 @@ from slipway_gateway.apis import GENERATING_PATHS
 from slipway_gateway.attempts import Opened
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.handover import DEADLINE_GRACE_SECONDS, Handover
+from slipway_gateway.health import AttemptFailure
 from slipway_gateway.hedging import HedgeOutcome, Opening, first_answer
 from slipway_gateway.kv_feeds import KvFeeds
 from slipway_gateway.metrics import Metrics
@@ -120,11 +121,18 @@ class Opener:
         wait = self._first_byte_wait(inference, sending.deadline, sending.until)
         latest = sending.deadline + DEADLINE_GRACE_SECONDS
         async with AsyncExitStack() as stack:
-            lease = stack.enter_context(self._fleet.lease(endpoint, inference.routing.cost - matched_tokens, wait.move))
+            lease = self._fleet.lease(
+                endpoint, inference.routing.cost - matched_tokens, wait.move,
+                is_stream=inference.stream,
+                # Once only: what is slow everywhere must not go round, and two moves are all that a request has.
+                may_move=AttemptFailure.MOVED not in record.failures,
+                prompt_tokens=inference.routing.prompt_tokens - matched_tokens,
+            )  # fmt: skip
+            stack.enter_context(lease)
             sent = time.monotonic()
             attempt = self._upstream.attempt(endpoint, sending.request.path_qs, content, headers, wait, latest)
             reply = await stack.enter_async_context(attempt)
-            lease.answered()
+            lease.answered(has_begun=reply.status == 200 and reply.is_stream)
             lease.progress(inference.routing.prompt_tokens - matched_tokens)
             return Opened(endpoint, reply, lease, journal, headers, served_name, matched_tokens, sent, stack.pop_all())
 

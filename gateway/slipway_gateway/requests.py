@@ -355,7 +355,8 @@ class Requests:
             elif record.events > 1:
                 self._fleet.record_latency(endpoint, itl=reply.waited / (record.events - 1))
             if journal is not None and journal.broken:
-                stream = Interrupted(request, response, journal, routing, record, sending.deadline)
+                adapter = route.adapter.key if route.adapter is not None else ""
+                stream = Interrupted(request, response, journal, routing, record, sending.deadline, adapter)
                 await self._handover.finish(stream, endpoint)
             return response
         finally:

@@ -1,54 +1,21 @@
-"""The routing table: resolves the `model` of a request to a service or an adapter of it, and its endpoints.
+"""The routing table: services, adapters and endpoints by name, and the route of each.
 
-| a client says         | answered by                                                                             |
-|-----------------------|-----------------------------------------------------------------------------------------|
-| `<namespace>/<name>`  | that service, always                                                                    |
-| a served name         | the oldest service whose status has it                                                  |
-| an adapter's name     | the oldest adapter of that name: the replicas of its base that have loaded it           |
-| `<namespace>/<name>`  | the adapter of that name in that namespace                                              |
-| a former served name  | the oldest service with a replica that still answers to it, while nothing is called so  |
-| an alias, or with     | one of the adapters with that alias, by weight, in the namespace of the oldest; one     |
-| `<namespace>/` before | without a loaded replica leaves its share to the others                                 |
-
-Only what the caller may use counts: a service of another tenant neither answers nor takes a name from this one's, as
-if it did not exist. So `chat` is each team's own `chat`, and the oldest one for a caller that may use several.
+Which object answers the `model` of a request is decided by `slipway_api.model_names`, as in the operator. Only what the
+caller may use counts, so `chat` is each team's own `chat`, and the oldest one for a caller that may use several.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from datetime import datetime
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
 
-from slipway_api.seniority import older_first
+from slipway_api.model_names import AdapterNames, Answer, MayUse, ModelNames, ServiceNames, may_use_all
 from slipway_gateway.picker.endpoints import Adapter, Endpoint, Route, Service
 from slipway_gateway.picker.split import choose_by_hash
 
-MayUse = Callable[[str, str], bool]  # of the name that a client says, and the key of the service that would answer
+__all__ = ["MayUse", "RoutingTable", "may_use_all"]
 
-
-def may_use_all(model: str, service: str) -> bool:
-    """Whether a caller may use the service: every one, where no tenants are configured."""
-    return True
-
-
-class Claims:
-    """Names, and the keys of the objects that claim each."""
-
-    def __init__(self) -> None:
-        self._keys: dict[str, set[str]] = {}
-
-    def add(self, name: str, key: str) -> None:
-        """`key` claims `name`."""
-        self._keys.setdefault(name, set()).add(key)
-
-    def remove(self, name: str, key: str) -> None:
-        """`key` does not claim `name` any more."""
-        keys = self._keys[name]
-        keys.discard(key)
-        if not keys:
-            del self._keys[name]
-
-    def of(self, name: str) -> frozenset[str] | set[str]:
-        """The keys that claim `name`."""
-        return self._keys.get(name, frozenset())
+MAX_LISTS: Final = 1024  # of names, one for each caller
 
 
 class RoutingTable:
@@ -65,12 +32,11 @@ class RoutingTable:
         self._adapters: dict[str, Adapter] = {}
         self._of_service: dict[str, dict[str, Endpoint]] = {}  # service key -> its endpoints by name
         self._adapters_of: dict[str, set[str]] = {}  # service key -> keys of its adapters
-        self._served = Claims()
-        self._adapter_names = Claims()
-        self._aliases = Claims()
-        self._former: dict[str, dict[str, int]] = {}  # name that replicas answer to -> service key -> how many
+        self._names = ModelNames()
+        self._renamed: set[str] = set()  # services whose former names may have changed since the last lookup
         self._routes: dict[str, Route] = {}  # of services: built, and still right
         self._adapter_routes: dict[str, Route] = {}
+        self._lists: OrderedDict[MayUse, tuple[int, _NameLists]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._services)
@@ -96,12 +62,13 @@ class RoutingTable:
         if old == service:
             return False
         self._drop_routes(key)
-        if old is not None:
+        if service is None:
             del self._services[key]
-            self._served.remove(old.served_name, key)
-        if service is not None:
+            self._names.set_service(key, None)
+        else:
             self._services[key] = service
-            self._served.add(service.served_name, key)
+            self._names.set_service(key, ServiceNames(service.served_name, service.created))
+            self._renamed.add(key)
         return True
 
     def set_endpoint(self, name: str, endpoint: Endpoint | None) -> bool:
@@ -115,13 +82,13 @@ class RoutingTable:
             del of_service[name]
             if not of_service:
                 del self._of_service[old.service]
-            self._count_name(old, -1)
             self._drop_routes(old.service)
         if endpoint is not None:
             self._endpoints[name] = endpoint
             self._of_service.setdefault(endpoint.service, {})[name] = endpoint
-            self._count_name(endpoint, 1)
             self._drop_routes(endpoint.service)
+            self.know_namespaces([endpoint.service.partition("/")[0]])
+        self._renamed |= {one.service for one in (old, endpoint) if one is not None}
         return True
 
     def set_adapter(self, key: str, adapter: Adapter | None) -> bool:
@@ -136,14 +103,22 @@ class RoutingTable:
             of_service.discard(key)
             if not of_service:
                 del self._adapters_of[old.service]
-            for claims, name in self._names_of(old):
-                claims.remove(name, key)
+        names = None
         if adapter is not None:
             self._adapters[key] = adapter
             self._adapters_of.setdefault(adapter.service, set()).add(key)
-            for claims, name in self._names_of(adapter):
-                claims.add(name, key)
+            names = AdapterNames(adapter.name, adapter.service, adapter.alias, adapter.created)
+        self._names.set_adapter(key, names)
         return True
+
+    def know_namespaces(self, namespaces: Iterable[str]) -> None:
+        """Names that begin with one of these namespaces are answered by that namespace only, from now on."""
+        self._names.know_namespaces(namespaces)
+
+    @property
+    def namespaces(self) -> frozenset[str]:
+        """Every namespace that is known: names that begin with it are its own."""
+        return self._names.namespaces
 
     def endpoint(self, name: str) -> Endpoint | None:
         """The endpoint of that pod, while it may be sent requests."""
@@ -158,16 +133,9 @@ class RoutingTable:
 
         `key` chooses among the adapters of an alias: equal keys choose equally.
         """
-        service = self._service_called(model, may_use)
-        if service is not None:
-            return self.route(service)
-        adapter = self._oldest_adapter(self._usable_adapters(self._adapter_names, model, may_use))
-        if adapter is not None:
-            return self.adapter_route(adapter)
-        former = self._former_owner(model, may_use)
-        if former is not None:
-            return self.route(former)
-        return self._resolve_alias(model, key, may_use)
+        self._update_former_names()
+        answer = self._names.resolve(model, may_use)
+        return self._route_of(answer, key) if answer is not None else None
 
     def has_revision(self, service: str, revision: str) -> bool:
         """Whether the service is there, and its status or a replica names the revision."""
@@ -207,99 +175,78 @@ class RoutingTable:
     def served_models(self, may_use: MayUse = may_use_all) -> list[tuple[str, Route]]:
         """One name for each service that the caller may use, in order: its served name, or else its full name.
 
-        The full name where an older one that the caller may use is called so, or where only that name is allowed.
+        The full name if an older object that the caller may use has the served name, or if only that name is allowed.
         """
-        names = ((self._shortest(service.served_name, key, may_use), key) for key, service in self._services.items())
-        return sorted(((name, self.route(key)) for name, key in names if name), key=lambda model: model[0])
+        return [(name, self.route(key)) for name, key in self._name_lists(may_use).services]
 
     def served_adapters(self, may_use: MayUse = may_use_all) -> list[tuple[str, Route]]:
         """One name for each adapter that the caller may use, in order: its name, or else its full name."""
-        routes = [self.adapter_route(key) for key, one in self._adapters.items() if one.service in self._services]
-        names = ((self._name_of_adapter(route, may_use), route) for route in routes)
-        return sorted(((name, route) for name, route in names if name), key=lambda model: model[0])
+        return [(name, self.adapter_route(key)) for name, key in self._name_lists(may_use).adapters]
 
-    def _name_of_adapter(self, route: Route, may_use: MayUse) -> str:
-        """The shortest name with which this caller reaches the adapter; empty: it may not use it."""
-        assert route.adapter is not None
-        names = (route.adapter.name, f"{route.adapter.namespace}/{route.adapter.name}")
-        return next((name for name in names if self.resolve(name, may_use=may_use) is route), "")
+    def _name_lists(self, may_use: MayUse) -> "_NameLists":
+        """The names that the caller would use; kept until a name changes."""
+        self._update_former_names()
+        changes, lists = self._lists.get(may_use, (-1, None))
+        if lists is None or changes != self._names.changes:
+            services = [
+                (name, key)
+                for key, service in self._services.items()
+                if (name := self._shortest((service.served_name, key), Answer(key), may_use))
+            ]
+            adapters = [
+                (name, key)
+                for key, one in self._adapters.items()
+                if one.service in self._services
+                and (name := self._shortest(one.names, Answer(one.service, (key,)), may_use))
+            ]
+            lists = _NameLists(sorted(services), sorted(adapters))
+            self._lists[may_use] = (self._names.changes, lists)
+            if len(self._lists) > MAX_LISTS:
+                self._lists.popitem(last=False)
+        return lists
 
-    def _shortest(self, name: str, key: str, may_use: MayUse) -> str:
-        """The shortest name with which this caller reaches the service of that key; empty: it may not use it."""
-        return next((one for one in (name, key) if self._service_called(one, may_use) == key), "")
+    def _shortest(self, names: Iterable[str], answer: Answer, may_use: MayUse) -> str:
+        """The first of these names that leads this caller to the object; empty: none does."""
+        return next((name for name in names if self._names.resolve(name, may_use) == answer), "")
 
-    def _service_called(self, name: str, may_use: MayUse) -> str | None:
-        """The service that this caller means by `name`: the one of that key, else the oldest one that is called so."""
-        if name in self._services:
-            return name if may_use(name, name) else None
-        return self._oldest_service({key for key in self._served.of(name) if may_use(name, key)})
+    def _route_of(self, answer: Answer, key: str) -> Route:
+        """The route of an answer; of several adapters with one alias, `key` and the weights choose."""
+        if not answer.adapters:
+            return self.route(answer.service)
+        routes = {one: self.adapter_route(one) for one in answer.adapters}
+        if len(routes) == 1:
+            return routes[answer.adapters[0]]
+        weights = {one: self._adapters[one].alias_weight for one in routes}
+        loaded = {one: weight for one, weight in weights.items() if routes[one].endpoints}
+        return routes[choose_by_hash(loaded, key) or choose_by_hash(weights, key) or answer.adapters[0]]
 
-    def _usable_adapters(self, claims: Claims, name: str, may_use: MayUse) -> set[str]:
-        """The adapters with that name, or alias, whose service is there and this caller may use."""
-        services = {key: self._adapters[key].service for key in claims.of(name)}
-        return {key for key, service in services.items() if service in self._services and may_use(name, service)}
-
-    def _former_owner(self, name: str, may_use: MayUse) -> str | None:
-        """The service that was called so, until its new replicas are ready.
+    def _update_former_names(self) -> None:
+        """Claim the names that ready replicas still answer to, for services that have another served name now.
 
         Only the service's own replicas count: a pod of another owner must not claim names for it.
         """
-        return self._oldest_service(
-            {
-                key
-                for key in self._former.get(name, ())
-                if key in self._services
-                and may_use(name, key)
-                and any(one.served_name == name for one in self.route(key).endpoints)
-            }
-        )
-
-    def _resolve_alias(self, name: str, key: str, may_use: MayUse) -> Route | None:
-        usable = self._usable_adapters(self._aliases, name, may_use)
-        oldest = self._oldest_adapter(usable)
-        if oldest is None:
-            return None
-        namespace = self._adapters[oldest].namespace
-        routes = {one: self.adapter_route(one) for one in usable if self._adapters[one].namespace == namespace}
-        weights = {one: self._adapters[one].alias_weight for one in routes}
-        loaded = {one: weight for one, weight in weights.items() if routes[one].endpoints}
-        chosen = choose_by_hash(loaded, key) or choose_by_hash(weights, key) or oldest
-        return routes[chosen]
-
-    def _oldest_service(self, keys: set[str]) -> str | None:
-        return min(keys, key=self._seniority, default=None)
-
-    def _oldest_adapter(self, keys: set[str]) -> str | None:
-        return min(keys, key=self._adapter_seniority, default=None)
-
-    def _seniority(self, key: str) -> tuple[datetime, str, str]:
-        namespace, _, name = key.partition("/")
-        return older_first(self._services[key].created, namespace, name)
-
-    def _adapter_seniority(self, key: str) -> tuple[datetime, str, str]:
-        namespace, _, name = key.partition("/")
-        return older_first(self._adapters[key].created, namespace, name)
-
-    def _names_of(self, adapter: Adapter) -> Iterator[tuple[Claims, str]]:
-        for claims, name in ((self._adapter_names, adapter.name), (self._aliases, adapter.alias)):
-            if name:
-                yield claims, name
-                yield claims, f"{adapter.namespace}/{name}"
+        while self._renamed:
+            key = self._renamed.pop()
+            service = self._services.get(key)
+            if service is None:
+                continue
+            other = {"", service.served_name}
+            has_former = any(one.served_name not in other for one in self._of_service.get(key, {}).values())
+            former = {one.served_name for one in self.route(key).endpoints} - other if has_former else set()
+            self._names.set_service(key, ServiceNames(service.served_name, service.created, frozenset(former)))
 
     def _drop_routes(self, service: str) -> None:
         self._routes.pop(service, None)
         for key in self._adapters_of.get(service, ()):
             self._adapter_routes.pop(key, None)
 
-    def _count_name(self, endpoint: Endpoint, change: int) -> None:
-        if not endpoint.served_name:
-            return
-        counts = self._former.setdefault(endpoint.served_name, {})
-        counts[endpoint.service] = counts.get(endpoint.service, 0) + change
-        if not counts[endpoint.service]:
-            del counts[endpoint.service]
-        if not counts:
-            del self._former[endpoint.served_name]
+
+@dataclass(frozen=True, slots=True)
+class _NameLists:
+    """The names under which a caller reaches services and adapters, each with the object's key."""
+
+    services: list[tuple[str, str]]
+    adapters: list[tuple[str, str]]
 
 
 def _is_reserved(service: Service, endpoint: Endpoint) -> bool:

@@ -38,24 +38,31 @@ class Header(msgspec.Struct, frozen=True):
     services: int
     endpoints: int
     adapters: int
+    namespaces: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All services, endpoints and adapters of a routing table."""
+    """All services, endpoints and adapters of a routing table, and the namespaces that it knows."""
 
     services: tuple[Service, ...]
     endpoints: tuple[Endpoint, ...]
     adapters: tuple[Adapter, ...]
+    namespaces: tuple[str, ...] = ()  # in which objects were ever seen: their names are not given to others
 
     @classmethod
     def of(cls, table: RoutingTable) -> "Snapshot":
         """The table as it is now."""
-        return cls(tuple(table.services.values()), tuple(table.endpoints.values()), tuple(table.adapters.values()))
+        return cls(
+            tuple(table.services.values()),
+            tuple(table.endpoints.values()),
+            tuple(table.adapters.values()),
+            tuple(sorted(table.namespaces)),
+        )
 
     def lines(self) -> Iterator[bytes]:
         """The file's lines, in batches."""
-        header = Header(VERSION, len(self.services), len(self.endpoints), len(self.adapters))
+        header = Header(VERSION, len(self.services), len(self.endpoints), len(self.adapters), self.namespaces)
         yield from encoded_lines((header,))
         for kind in (self.services, self.endpoints, self.adapters):
             yield from encoded_lines(kind)
@@ -75,6 +82,7 @@ class Snapshot:
                 _decoded(islice(lines, header.services), Service),
                 _decoded(islice(lines, header.endpoints), Endpoint),
                 _decoded(lines, Adapter),
+                header.namespaces,
             )
         except (msgspec.MsgspecError, ValueError) as error:
             raise SnapshotError(f"not a snapshot: {error}") from error

@@ -12,6 +12,7 @@ From the first list on, every change of the table is written to the snapshot.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ class RouteStartup:
 
     async def run(self) -> None:
         """Wait for the API server, use the snapshot if it does not answer in time, then keep the snapshot current."""
+        self._remember_namespaces()
         try:
             async with asyncio.timeout(self._limits.wait_seconds):
                 await self._listed()
@@ -94,6 +96,12 @@ class RouteStartup:
         await asyncio.gather(self._watch.pods.synced.wait(), self._watch.services.synced.wait())
         while not self._watch.view().synced:  # noqa: ASYNC110  the kind LoRAAdapter may never be listed
             await asyncio.sleep(0.05)
+
+    def _remember_namespaces(self) -> None:
+        """Names of namespaces that the last process knew stay theirs, also if no object of them is there just now."""
+        with contextlib.suppress(SnapshotError):  # `_restore` reports it, if the snapshot is needed
+            if self._file is not None and (found := self._file.read()) is not None:
+                self._fleet.table.know_namespaces(found[0].namespaces)
 
     def _restore(self) -> Snapshot | None:
         """Fill the table from the snapshot, if there is a good one."""

@@ -29,11 +29,9 @@ from slipway_gateway.errors import (
     missing_key,
     tenant_limit,
     tenants_unreadable,
-    unknown_model,
 )
 from slipway_gateway.limits import Denied, Limits
 from slipway_gateway.listener import MAY_SEND
-from slipway_gateway.metrics import UNKNOWN_MODEL
 from slipway_gateway.request_body import EXPECTED_OUTPUT_TOKENS, Body, InferenceRequest
 from slipway_gateway.tenants import ANYONE, MAX_KEY_CHARACTERS, Caller, TenantFiles, digest_of
 
@@ -137,11 +135,10 @@ class Tenancy(Collector):
         return next((Caller(one) for one in found), None)
 
     def check(self, caller: Caller, body: Body, inference: InferenceRequest, record: RequestRecord) -> None:
-        """Refuse a model that the tenant may not use, and more tokens than it may ask for; fill in the default."""
-        if not caller.tenant.may_use(inference.routing.model, record.service):
-            # Neither logs nor metrics of a tenant name what it may not see.
-            record.model, record.service = UNKNOWN_MODEL, ""
-            raise unknown_model(inference.routing.model)
+        """Refuse more tokens than the tenant may ask for; fill in the default.
+
+        The model was resolved among what the tenant may use, so neither logs nor metrics name what it may not see.
+        """
         if self._accounting.audits:
             record.body_sha256 = sha256(body.content).hexdigest()
         if record.path not in GENERATING_PATHS:
@@ -167,11 +164,21 @@ class Tenancy(Collector):
             self._accounting.denied(record, denied.limit, needed)
             raise tenant_limit(denied)
 
-    def take_call(self, caller: Caller) -> None:
-        """Count a call that no replica answers against the tenant's requests a minute, or refuse it."""
-        denied = self._limits.take_call(caller.tenant, self._clock(), gateways=self.gateways)
-        if denied is not None:
-            raise tenant_limit(denied)
+    @contextmanager
+    def admit_query(self, request: web.Request) -> Iterator[Caller]:
+        """Authenticate a request that no replica answers, such as a list of models, within the limits of its tenant.
+
+        It counts as one request, without tokens; raises a Refusal if there is no place for it.
+        """
+        caller = self.authenticate(request)
+        granted = self._limits.admit(caller.tenant, 0, self._clock(), gateways=self.gateways)
+        if isinstance(granted, Denied):
+            self._accounting.query_denied(caller.tenant.label, granted.limit)
+            raise tenant_limit(granted)
+        try:
+            yield caller
+        finally:
+            self._limits.settle(caller.tenant, granted, 0, self._clock())
 
     @contextmanager
     def admit(self, caller: Caller, inference: InferenceRequest, record: RequestRecord) -> Iterator[None]:

@@ -52,8 +52,8 @@ class Tenant(BaseModel):
     keys: tuple[_Name, ...] = ()
     """Names of files of the Secret."""
     models: tuple[str, ...] = ()
-    """Patterns of what it may use: with a slash, of `<namespace>/<name>` of a service, else of the name that a client
-    sends. `*` is everything."""
+    """Patterns of what it may use: with a slash, of `<namespace>/<name>` of a service or an adapter, else of the name
+    that a client sends. `*` is everything."""
     requests_per_minute: _Positive | None = None
     tokens_per_minute: _Positive | None = None
     """Of prompts and answers."""
@@ -78,19 +78,14 @@ class Tenant(BaseModel):
         """Its name in logs, metrics and headers; empty for anyone."""
         return self.name or ""
 
-    def may_use(self, model: str, service: str) -> bool:
-        """Whether it may use what a client calls `model`, answered by `service` (`<namespace>/<name>`).
+    def may_use(self, model: str, full_name: str) -> bool:
+        """Whether it may use the object `full_name` (`<namespace>/<name>`) that answers to `model`.
 
-        A full name with a slash is always an object of that namespace, so its pattern may be matched by either.
+        A pattern with a slash is matched with the object alone: the text of a client names no namespace that counts.
         """
-        full, short = (model, "") if "/" in model else ("", model)
         return any(
             pattern == "*"
-            or (
-                fnmatchcase(service, pattern) or fnmatchcase(full, pattern)
-                if "/" in pattern
-                else fnmatchcase(short, pattern)
-            )
+            or (fnmatchcase(full_name, pattern) if "/" in pattern else "/" not in model and fnmatchcase(model, pattern))
             for pattern in self.models
         )
 

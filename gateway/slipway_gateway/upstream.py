@@ -5,7 +5,7 @@ UpstreamError
 ├── LostError          the connection broke after the request was sent
 ├── SilentError        nothing came for too long: no first byte of a stream, or a pause within it
 │   └── HungError      within a stream, when all streams of the replica have stopped and another replica could go on
-├── MovedError         the replica left the routing table before its first byte
+├── MovedError         the replica left the routing table, or was found to hang, before its first byte
 ├── BudgetError        another service is to answer, because nothing came in time: not the replica's failure
 ├── RevisionError      the answer is of another revision than the pod's label says
 └── DeadlineError      the request's own deadline passed: not the replica's failure
@@ -27,6 +27,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from slipway_api.names import HEADER_REQUEST_ID, HEADER_REVISION, HEADER_TOKEN_IDS, INTERNAL_HEADERS
+from slipway_gateway.hangs import LATE_SECONDS, Pace
 from slipway_gateway.load_reports import LOAD_FORMAT, LOAD_FORMAT_HEADER, LOAD_HEADER
 from slipway_gateway.picker.endpoints import STATIC_REVISION, Endpoint
 
@@ -38,8 +39,6 @@ RESPONSE_PREFIXES: Final = ("x-slipway-", "x-ratelimit-", "openai-")
 # Request headers that are forwarded to the replica: no credentials, and none that only the gateway sets.
 REQUEST_HEADERS: Final = ("content-type", "accept", "traceparent", "tracestate")
 DEADLINE: Final = "the request's deadline passed"
-HANG_FACTOR: Final = 10.0  # so many times the longest pause between two tokens is a hang
-PAUSE_DECAY: Final = 0.98  # a piece
 LOOKS: Final = 8  # at a hang, while no other replica can take the stream
 
 
@@ -64,7 +63,7 @@ class HungError(SilentError):
 
 
 class MovedError(UpstreamError):
-    """The replica left the routing table before its first byte."""
+    """The replica left the routing table, or was found to hang, before its first byte."""
 
 
 class BudgetError(UpstreamError):
@@ -85,11 +84,11 @@ class UpstreamTimeouts:
 
     connect_seconds: float = 2.0
     # Bytes that the other side's kernel does not acknowledge: its node is gone or cut off. TCP alone tries for minutes.
-    unacknowledged_seconds: float = 10.0
+    unacknowledged_seconds: float = 6.0
     first_byte_seconds: float = 120.0  # of a stream, from the attempt's start; queueing and prefill happen in it
     stream_silence_seconds: float = 60.0  # between two pieces of an answer that has begun
-    # A replica all of whose streams are silent for so long hangs, if it was silent for ten times as long as the longest
-    # pause between tokens, too. Only for streams that another replica can continue: moving them costs a prefill.
+    # A replica that is silent for so long hangs, by the rules of `hangs`. Only for streams that another replica can
+    # continue: moving them costs a prefill.
     hang_seconds: float = 5.0
     # For the whole of a request, over all attempts; a service's spec.routing.requestTimeoutSeconds goes before it.
     request_seconds: float = 600.0
@@ -125,26 +124,7 @@ class FirstByteWait:
         try:
             await self._timeout.__aexit__(kind, error, trace)
         except TimeoutError:
-            raise (MovedError("the replica left the fleet") if self._was_moved else self._expiry) from None
-
-
-class Pace:
-    """How regularly the streams of one replica bring something."""
-
-    __slots__ = ("__weakref__", "last_at", "longest_pause")
-
-    def __init__(self) -> None:
-        self.last_at = 0.0  # when a stream brought something last
-        self.longest_pause = 0.0  # between two pieces of a stream; an old one counts ever less
-
-    def observe(self, pause: float, now: float) -> None:
-        """A stream brought something after a pause of so many seconds."""
-        self.last_at = now
-        self.longest_pause = max(pause, self.longest_pause * PAUSE_DECAY)
-
-    def hang_seconds(self, least: float) -> float:
-        """After how long a silence of all its streams the replica hangs."""
-        return max(least, HANG_FACTOR * self.longest_pause)
+            raise (MovedError("the replica hangs or left the fleet") if self._was_moved else self._expiry) from None
 
 
 class Reply:
@@ -205,7 +185,18 @@ class Silence:
     One timer a connection, which looks again when it fires: moving a timer at every chunk costs a tenth of the whole.
     """
 
-    __slots__ = ("_can_move", "_cut", "_deadline", "_handle", "_loop", "_pace", "_since", "_timeouts", "verdict")
+    __slots__ = (
+        "_can_move",
+        "_cut",
+        "_deadline",
+        "_due",
+        "_handle",
+        "_loop",
+        "_pace",
+        "_since",
+        "_timeouts",
+        "verdict",
+    )
 
     def __init__(self, timeouts: UpstreamTimeouts, deadline: float, pace: Pace, cut: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -215,7 +206,8 @@ class Silence:
         self._cut = cut
         self._can_move: Callable[[], bool] | None = None  # None: a hang is not looked for
         self._since: float | None = None  # None: nothing is waited for now; the client's pace is not the replica's
-        self._handle = self._loop.call_later(self._seconds_left(self._loop.time()), self._check)
+        self._due = 0.0  # when `_check` should run
+        self._handle = self._look_in(self._seconds_left(self._loop.time()))
         self.verdict: UpstreamError | None = None  # why the connection was closed
 
     def watch_for_hang(self, can_move: Callable[[], bool]) -> None:
@@ -223,6 +215,7 @@ class Silence:
         self._can_move = can_move
         self._pace.last_at = max(self._pace.last_at, self._loop.time())  # the first byte has just come
         self._handle.cancel()
+        self._due = self._loop.time()
         self._check()
 
     def start(self) -> None:
@@ -232,8 +225,7 @@ class Silence:
     def stop(self) -> None:
         """Stop the timeout: bytes have arrived."""
         if self._since is not None:
-            now = self._loop.time()
-            self._pace.observe(now - self._since, now)
+            self._pace.observe(self._since, self._loop.time(), self._timeouts.hang_seconds)
             self._since = None
 
     def cancel(self) -> None:
@@ -245,8 +237,16 @@ class Silence:
         since = now if self._since is None else self._since
         return min(since + self._timeouts.stream_silence_seconds, self._deadline) - now
 
+    def _look_in(self, seconds: float) -> asyncio.TimerHandle:
+        self._due = self._loop.time() + seconds
+        return self._loop.call_later(seconds, self._check)
+
     def _check(self) -> None:
         now = self._loop.time()
+        if now - self._due > LATE_SECONDS and now < self._deadline:
+            # This process was late itself: what the replica sent meanwhile is read before it is judged.
+            self._handle = self._look_in(LATE_SECONDS / 2)
+            return
         left = self._seconds_left(now)
         if left <= 0:
             late = now >= self._deadline
@@ -258,7 +258,7 @@ class Silence:
                 self._close(HungError("timed out: the replica hangs"))
                 return
             left = min(left, max(until_hung, self._timeouts.hang_seconds / LOOKS))
-        self._handle = self._loop.call_later(left, self._check)
+        self._handle = self._look_in(left)
 
     def _seconds_until_hung(self, now: float) -> float:
         limit = self._pace.hang_seconds(self._timeouts.hang_seconds)

@@ -20,12 +20,13 @@ from slipway_gateway.picker.endpoints import Adapter, Endpoint, LatencyLimits, S
 from slipway_kube.client import Client
 from slipway_kube.informer import Change, Informer
 from slipway_kube.objects import Condition, Object, OwnerReference, Pod, Slim
-from slipway_kube.resources import INFERENCE_SERVICES, LORA_ADAPTERS, PODS
+from slipway_kube.resources import INFERENCE_SERVICES, LORA_ADAPTERS, NAMESPACES, PODS
 
 log = structlog.get_logger()
 
-# Where the kind LoRAAdapter is not installed its list never succeeds: the gateway then serves without adapters.
-ADAPTERS_SECONDS: Final = 5.0
+# If the kind LoRAAdapter is not installed, or Namespaces may not be listed, that list never succeeds: the gateway then
+# serves without adapters, or knows only the namespaces of its objects.
+OPTIONAL_SECONDS: Final = 5.0
 
 
 class RevisionStatus(Slim, frozen=True, gc=False):
@@ -358,6 +359,11 @@ class Watch:
         self.pods.on_change(self._pod_changed)
         self.services.on_change(self._service_changed)
         self.adapters.on_change(self._adapter_changed)
+        # A name with a namespace is that namespace's own, also before there is an object in it.
+        self.namespaces = None if namespaces else Informer(client, NAMESPACES, Object)
+        if self.namespaces is not None:
+            self.namespaces.on_change(self._namespace_changed)
+        fleet.table.know_namespaces(namespaces)
         self._others_synced_at: float | None = None
         fleet.view = self.view
 
@@ -366,11 +372,12 @@ class Watch:
         others = self.pods.synced.is_set() and self.services.synced.is_set()
         if others and self._others_synced_at is None:
             self._others_synced_at = time.monotonic()
-        synced = others and (self.adapters.synced.is_set() or self._is_without_adapters())
+        optional = self.adapters.synced.is_set() and (self.namespaces is None or self.namespaces.synced.is_set())
+        synced = others and (optional or self._has_waited())
         return View(synced=synced, age_seconds=max(self.pods.age(), self.services.age()))
 
-    def _is_without_adapters(self) -> bool:
-        return self._others_synced_at is not None and time.monotonic() - self._others_synced_at > ADAPTERS_SECONDS
+    def _has_waited(self) -> bool:
+        return self._others_synced_at is not None and time.monotonic() - self._others_synced_at > OPTIONAL_SECONDS
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -379,11 +386,18 @@ class Watch:
             informers.create_task(self.services.run())
             informers.create_task(self._panic.run())
             informers.create_task(self.adapters.run())
+            if self.namespaces is not None:
+                informers.create_task(self.namespaces.run())
+
+    def _namespace_changed(self, change: Change, old: Object | None, new: Object | None) -> None:
+        if new is not None:
+            self._fleet.table.know_namespaces([new.name])
 
     def _pod_changed(self, change: Change, old: Pod | None, new: Pod | None) -> None:
         pod = new or old
         assert pod is not None
         name = f"{pod.namespace}/{pod.name}"
+        self._fleet.table.know_namespaces([pod.namespace])
         endpoint = endpoint_of(new, self._serving_port) if new is not None else None
         was_endpoint = self._fleet.table.endpoint(name) is not None
         silent = endpoint_of(new, self._serving_port, on_silent_node=True) if new is not None else None
@@ -399,4 +413,5 @@ class Watch:
     def _adapter_changed(self, change: Change, old: LoRAAdapter | None, new: LoRAAdapter | None) -> None:
         resource = new or old
         assert resource is not None
+        self._fleet.table.know_namespaces([resource.namespace])
         self._fleet.set_adapter(f"{resource.namespace}/{resource.name}", adapter_of(new) if new is not None else None)

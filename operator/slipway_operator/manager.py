@@ -184,6 +184,7 @@ class Manager:
             defaults=Defaults(
                 runtime_image=settings.runtime_image,
                 gateway_url=settings.gateway_url,
+                has_tenants=settings.tenants,
                 network=_network(settings),
                 node_cache=_node_cache(settings),
                 pod_user=_pod_user(settings),

@@ -26,6 +26,8 @@ class OperatorSettings(BaseSettings):
     """The uid of this replica's pod: with it, a restarted container takes over the Lease of its predecessor."""
     runtime_image: str = Field("slipway/runtime:0.1.0", validation_alias="SLIPWAY_RUNTIME_IMAGE")
     """Image of a revision whose spec names none; frozen into status when the revision is first seen."""
+    tenants: bool = Field(False, validation_alias="SLIPWAY_TENANTS")
+    """Whether the gateway has tenants: then a name may mean another service to each of them."""
     gateway_url: str = Field(
         "http://slipway-gateway.slipway-system.svc.cluster.local:8000", validation_alias="SLIPWAY_GATEWAY_URL"
     )

@@ -350,7 +350,11 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     trace: str = ""  # the traceback, for the log; empty when the sentence is enough
 
 
-EngineEvent = Loading | WarmingUp | Loaded | EngineFailed | StepReport  # from an engine in a process of its own
+class Pulse(msgspec.Struct, frozen=True, tag=True):
+    """The engine process runs, whatever its step loop does: sent by a thread of its own, twice a second."""
+
+
+EngineEvent = Loading | WarmingUp | Loaded | EngineFailed | StepReport | Pulse  # from an engine in a process of its own
 
 
 class NewSequence(msgspec.Struct, frozen=True, kw_only=True):

@@ -230,7 +230,11 @@ def test_the_gateway_may_do_no_more_than_its_watches(rendered):
     """Security finding: what the gateway may read was wider than what it reads."""
     rights = sorted((*rule["resources"], *rule["verbs"]) for rule in rules_of(rendered, "gateway"))
 
-    assert rights == [("inferenceservices", "loraadapters", "list", "watch"), ("pods", "list", "watch")]
+    assert rights == [
+        ("inferenceservices", "loraadapters", "list", "watch"),
+        ("namespaces", "list", "watch"),
+        ("pods", "list", "watch"),
+    ]
 
 
 TENANTS = ("gateway.tenants.configMap=tenants", "gateway.tenants.keysSecret=api-keys")

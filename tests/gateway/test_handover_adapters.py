@@ -80,6 +80,19 @@ async def test_a_stream_of_an_adapter_waits_for_a_replica_that_has_loaded_it(pai
     have_loaded(pair, True, True)
 
 
+@pytest.mark.capability("RD-4", "SE-8")
+async def test_a_stream_of_an_adapter_continues_though_a_service_has_the_adapters_full_name(pair: Pair):
+    """review/control-plane.md 15: the handover went back from the key to a name, which meant the service."""
+    whole = await pair.ask(CHAT, BODY | {"model": ADAPTER})
+    fleet = pair.gateway.fleet
+    fleet.set_service(f"static/{ADAPTER}", Service(f"static/{ADAPTER}", "another-name"))
+    try:
+        assert await pair.ask(CHAT, BODY | {"model": ADAPTER}, 3000) == whole
+    finally:
+        fleet.set_service(f"static/{ADAPTER}", None)
+    assert [body["model"] for body in pair.cuts.bodies] == [ADAPTER, ADAPTER]
+
+
 async def asked(http: aiohttp.ClientSession, gateway: Gateway, model: str, seed: int) -> Read:
     body = BODY | {"model": model, "seed": seed, "max_tokens": 150, "stream": True}
     async with http.post(f"http://127.0.0.1:{gateway.port}{CHAT}", json=body) as response:

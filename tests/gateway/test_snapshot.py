@@ -255,6 +255,22 @@ async def test_an_api_server_that_answers_in_time_is_believed_and_not_the_snapsh
             assert len(started.fleet.table) == 0
 
 
+@pytest.mark.capability("SE-8")
+async def test_a_restarted_gateway_remembers_the_namespaces_whose_objects_are_absent_just_now(tmp_path):
+    """review/control-plane.md 1: a service that GitOps creates again must not lose its full name meanwhile."""
+    async with FakeApiServer() as server:
+        server.put(INFERENCE_SERVICES, a_service_object("thief", served_name="gone/chat"))
+        await SnapshotFile(tmp_path).write(replace(WHOLE, namespaces=("gone",)), confirmed_at=50_000.0)
+        async with a_start(server, tmp_path, wait=30) as started:
+            await started.known.wait()
+            table = started.fleet.table
+
+            assert table.resolve("gone/chat") is None
+            assert table.resolve("team/thief") is not None
+            await until(lambda: started.written)
+    assert "gone" in SnapshotFile(tmp_path).read()[0].namespaces
+
+
 def test_no_field_of_the_table_can_hold_a_secret():
     """A new field of these structs goes into the file: whoever adds it decides here that it may."""
     known = {

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from structlog.testing import capture_logs
 
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.gateway import Gateway
-from slipway_gateway.picker.endpoints import Endpoint, Service
+from slipway_gateway.picker.endpoints import Adapter, Endpoint, Service
 from slipway_gateway.settings import GatewaySettings
 from slipway_gateway.tenants import digest_of
 from tests.gateway.doubles import Runtime, a_gateway, be_full, event, events_of
@@ -116,6 +117,55 @@ async def test_another_teams_model_is_the_same_404_as_one_that_does_not_exist(tm
     refused = [line for line in page.splitlines() if 'code="404"' in line]
     assert refused
     assert not any("forecast" in line for line in refused)
+
+
+@pytest.mark.capability("SE-8", "MT-1")
+async def test_no_prompt_of_a_team_goes_to_another_that_claims_its_full_names(tmp_path):
+    """review/control-plane.md 1: `servedName: team/legal` of team-b captured the prompts for team's adapter."""
+    files = write_tenants(tmp_path, models=["team/*"])
+    async with Runtime() as ours, Runtime() as theirs, a_tenanted_gateway(ours, files) as gateway:
+        table = gateway.fleet.table
+        own = next(one for one in table.endpoints.values() if one.service == "team/chat")
+        gateway.fleet.set_endpoint(own.name, replace(own, adapters=frozenset({"legal"})))
+        gateway.fleet.set_adapter("team/legal", Adapter("team/legal", "legal", "team/chat"))
+        for number, name in enumerate(("team/legal", "team/chat")):
+            key = f"team-b/x{number}"
+            gateway.fleet.set_service(key, Service(key, name, created=datetime(2020, 1, 1, tzinfo=UTC)))
+            gateway.fleet.set_endpoint(f"{key}-0", Endpoint(f"{key}-0", key, "r1", theirs.url))
+        for name in ("team/legal", "team/chat"):
+            await ask(gateway, KEY, name)
+        assert (ours.requests, theirs.requests) == (2, 0)
+
+        gateway.fleet.set_adapter("team/legal", None)  # GitOps deletes both, and will create them again
+        gateway.fleet.set_service("team/chat", None)
+        for name in ("team/legal", "team/chat"):
+            with pytest.raises(openai.NotFoundError):
+                await ask(gateway, KEY, name)
+        assert (await a_client(gateway).models.list()).data == []
+
+    assert theirs.requests == 0
+
+
+@pytest.mark.capability("MT-1", "SE-8")
+async def test_lists_of_models_count_as_requests_of_their_tenant(tmp_path):
+    """review/control-plane.md 9: a list had no limit, so one tenant could stall all others."""
+    async with (
+        Runtime() as runtime,
+        a_tenanted_gateway(runtime, write_tenants(tmp_path, requestsPerMinute=3)) as gateway,
+    ):
+        client = a_client(gateway)
+        for _ in range(2):
+            await client.models.list()
+        await client.models.retrieve("chat")
+        for call in (client.models.list(), client.models.retrieve("chat"), ask(gateway)):
+            with pytest.raises(openai.RateLimitError) as refusal:
+                await call
+            assert int(refusal.value.response.headers["retry-after"]) > 0
+        assert len((await a_client(gateway, OTHER).models.list()).data) == 1, "another tenant is not concerned"
+        page = gateway.metrics.exposition().decode()
+
+    assert 'slipway_gateway_tenant_denied_total{limit="requests",tenant="research"} 3.0' in page
+    assert runtime.requests == 0
 
 
 @pytest.mark.capability("RG-12", "MT-1")

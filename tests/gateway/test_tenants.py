@@ -33,8 +33,12 @@ KEYS = {"laptops": digest_of(KEY), "crm": f"# since May\nsha256:{digest_of(OTHER
         (["a/*"], "chat", "a/llama", True),
         (["a/*"], "a/llama", "a/llama", True),
         (["a/*"], "chat", "b/llama", False),
-        (["a/law"], "a/law", "a/llama", True),
+        (["a/law"], "a/law", "a/llama", False),
+        (["a/law"], "law", "a/law", True),
         (["a/law"], "a/llama", "a/llama", False),
+        (["a/*"], "a/law", "b/thief", False),  # review/control-plane.md 1: the client's text names no object
+        (["**"], "a/law", "b/thief", False),
+        (["Qwen/*"], "Qwen/Qwen2.5-7B", "a/qwen", False),
         (["*/chat"], "chat", "b/chat", True),
         ([], "chat", "a/chat", False),
     ],

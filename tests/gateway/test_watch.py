@@ -19,7 +19,7 @@ from slipway_gateway.settings import GatewaySettings
 from slipway_gateway.watch import InferenceService, LoRAAdapter, Watch, adapter_of, bytes_of, endpoint_of, service_of
 from slipway_kube.client import Client
 from slipway_kube.objects import Pod
-from slipway_kube.resources import INFERENCE_SERVICES, LORA_ADAPTERS, PODS
+from slipway_kube.resources import INFERENCE_SERVICES, LORA_ADAPTERS, NAMESPACES, PODS
 from tests.fakes import FakeApiServer
 from tests.gateway.doubles import Caller, Runtime, a_caller, events_of, text_of, until
 from tests.gateway.objects import NAMESPACE, a_pod_object, a_service_object
@@ -164,7 +164,7 @@ async def test_nothing_the_api_server_does_short_of_saying_so_empties_the_table(
         team = Team(server)
         team.put_pod("p1")
         async with a_watched_fleet(server) as fleet:
-            await until(lambda: server.open_watches == 3)
+            await until(lambda: server.open_watches == 4)
             assert names_in(fleet) == ["team/p1"]
             built = fleet.table.built_routes
             trouble(server)
@@ -172,7 +172,7 @@ async def test_nothing_the_api_server_does_short_of_saying_so_empties_the_table(
                 await asyncio.sleep(0.005)
                 assert names_in(fleet) == ["team/p1"]
             server.down = False
-            await until(lambda: server.open_watches == 3)
+            await until(lambda: server.open_watches == 4)
             assert names_in(fleet) == ["team/p1"]
             assert fleet.table.built_routes == built, "nothing was taken out in between"
             team.put_pod("p2")
@@ -298,6 +298,20 @@ def test_a_pod_that_its_service_does_not_control_gets_nothing(owners):
     body["metadata"]["ownerReferences"] = owners
 
     assert endpoint_of(decoded(body)) is None
+
+
+@pytest.mark.capability("SE-8")
+async def test_the_name_of_an_object_that_does_not_exist_yet_belongs_to_its_namespace_already():
+    """review/control-plane.md 1: a full name was open to others until its service was created."""
+    async with FakeApiServer() as server:
+        server.put(NAMESPACES, {"metadata": {"name": "team-z"}})
+        server.put(INFERENCE_SERVICES, a_service_object("thief", served_name="team-z/chat"))
+        server.put(INFERENCE_SERVICES, a_service_object("hub", served_name="team-y/chat"))
+        async with a_watched_fleet(server) as fleet:
+            assert fleet.table.resolve("team-z/chat") is None
+            assert fleet.table.resolve("team-y/chat").service.key == "team/hub"
+            server.put(NAMESPACES, {"metadata": {"name": "team-y"}})
+            await until(lambda: fleet.table.resolve("team-y/chat") is None)
 
 
 async def test_a_pod_with_the_uid_of_another_service_gets_nothing():

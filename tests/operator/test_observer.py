@@ -7,12 +7,13 @@ import msgspec
 import pytest
 
 from slipway_api import names
+from slipway_api.model_names import NameConflict
 from slipway_api.types import ServiceKey
 from slipway_kube.informer import Change
 from slipway_kube.objects import Node, Pod
 from slipway_kube.resources import INFERENCE_SERVICES
 from slipway_operator.controller.kinds import Key, Memory
-from slipway_operator.core.observed import Defaults, Namesake, Sample
+from slipway_operator.core.observed import Defaults, Sample
 from slipway_operator.inputs.caches import Caches, Inputs
 from slipway_operator.inputs.inference_services import Carried, InferenceServices
 from slipway_operator.inputs.observer import PodIndex, node_facts, replica
@@ -268,7 +269,9 @@ def test_a_snapshot_holds_the_service_its_replicas_their_nodes_and_samples():
     assert [one.sample for one in observed.replicas] == [sample]
     assert list(observed.nodes) == ["node-a"]
     assert observed.nodes["node-a"].cordoned
-    assert observed.namesakes == (Namesake(key=ServiceKey("team", "talk"), created_at=None),)
+    assert observed.name_conflict is None, "of two of one moment, the first by name has it"
+    other = kind.observe(talk := Key("InferenceService", "team", "talk"), caches.stores[key.kind].get(talk), Memory())
+    assert other.name_conflict == NameConflict("c", key="team/chat")
     assert observed.taken_names == {"chat-abcde-9-0"}
     assert observed.token_digests("team", "chat-abcde-0-0", "n") == ("team/chat-abcde-0-0/n",)
     assert observed.ready_before == {"x"}

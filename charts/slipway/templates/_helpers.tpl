@@ -247,6 +247,11 @@ subjects:
 {{- /* Three watches and nothing else. Rights know no labels, so the watch of replicas is a right to read all pods of the
        namespaces that are served; watchNamespaces narrows it. */ -}}
 {{- define "slipway.gatewayRules" -}}
+{{- if not .Values.watchNamespaces }}
+- apiGroups: [""]
+  resources: [namespaces]
+  verbs: [list, watch]  # a name NAMESPACE/NAME is answered by that namespace alone, also before it has an object
+{{- end }}
 - apiGroups: [slipway.dev]
   resources: [inferenceservices, loraadapters]
   verbs: [list, watch]

@@ -58,20 +58,18 @@ class BatchApi:
 
     def _with_folder(self, call: Call) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            caller = self._tenancy.authenticate(request)
-            tenant = caller.tenant.label
-            self._tenancy.take_call(caller)
-            most = min(self._limits.calls, caller.tenant.concurrency or self._limits.calls)
-            if self._calls[tenant] >= most:
-                raise calls_full(self._calls[tenant], most)
-            self._calls[tenant] += 1
-            try:
-                await ask_for_body(request)
-                return await call(request, self._store.folder(tenant))
-            finally:
-                self._calls[tenant] -= 1
-                if not self._calls[tenant]:
-                    del self._calls[tenant]
+            with self._tenancy.admit_query(request) as caller:
+                tenant = caller.tenant.label
+                if self._calls[tenant] >= self._limits.calls:
+                    raise calls_full(self._calls[tenant], self._limits.calls)
+                self._calls[tenant] += 1
+                try:
+                    await ask_for_body(request)
+                    return await call(request, self._store.folder(tenant))
+                finally:
+                    self._calls[tenant] -= 1
+                    if not self._calls[tenant]:
+                        del self._calls[tenant]
 
         return handle
 

@@ -85,6 +85,11 @@ class Adapter:
         """Its namespace."""
         return self.key.partition("/")[0]
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """Its name, and its full name."""
+        return self.name, f"{self.namespace}/{self.name}"
+
 
 @dataclass(frozen=True, slots=True)
 class Route:

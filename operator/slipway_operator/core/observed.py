@@ -11,9 +11,9 @@ from typing import Any, Final, Literal, NamedTuple
 
 from slipway_api import names
 from slipway_api.inference_service import DirectAccess, InferenceService
+from slipway_api.model_names import NameConflict
 from slipway_api.model_spec import Shape
 from slipway_api.runtime_api import Signals, StartupTimes, State
-from slipway_api.types import ServiceKey
 from slipway_operator.core.actions import Failure as Failure
 from slipway_operator.core.actions import SmokeResult
 from slipway_operator.core.adapter.observed import AttachedAdapter
@@ -168,14 +168,6 @@ class StoredRevision:
     data: Mapping[str, Any]  # .data, as `core.service.revision` built it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Namesake:
-    """Another service, of any namespace, that asks to be served under the same name."""
-
-    key: ServiceKey
-    created_at: datetime | None
-
-
 @dataclass(frozen=True, slots=True)
 class PastRecommendation:
     """A number of replicas that was wanted at some moment; the stabilisation windows look back over these."""
@@ -322,6 +314,7 @@ class Defaults:
     pod_user: PodUser | None = NONROOT  # None: the platform assigns it
     node_cache: NodeCache | None = None  # None: model.cache.policy Node is not permitted
     direct_access: DirectAccess = DirectAccess.OPEN  # of a new service; GatewayOnly: this gateway has tenants
+    has_tenants: bool = False  # the gateway has API keys, so a name may mean another service to each tenant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,12 +328,13 @@ class HubAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """One service, its pods, nodes, revisions and namesakes at one moment."""
+    """One service, its pods, nodes and revisions at one moment."""
 
     service: InferenceService  # its status as last written or read, whichever is newer
     fault: str = ""
     """Why the stored spec cannot be followed, naming the field; `service.spec` then holds only what could be read."""
-    namesakes: tuple[Namesake, ...] = ()
+    name_conflict: NameConflict | None = None
+    """Why the gateway does not serve it under its served name; None: it does."""
     replicas: tuple[Replica, ...] = ()
     nodes: Mapping[str, Node] = field(default_factory=dict)  # by name; a node that is not known is taken for healthy
     disrupted: bool = False

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any, cast
 
 from slipway_api.lora_adapter import PlacementMode, source_version
-from slipway_api.seniority import older_first
+from slipway_api.model_names import AdapterNames
 from slipway_api.types import ServiceKey
 from slipway_operator.controller.kinds import Key, StoredObject
 from slipway_operator.core.adapter.observed import AttachedAdapter
@@ -27,11 +27,6 @@ class IndexedAdapter:
     is_leaving: bool
     facts: AttachedAdapter
 
-    @property
-    def seniority(self) -> tuple[datetime, str, str]:
-        """The sort key of those that claim one name."""
-        return older_first(self.created_at, self.key.namespace, self.key.name)
-
 
 class AdapterIndex:
     """The adapters of all namespaces."""
@@ -40,10 +35,9 @@ class AdapterIndex:
         self._adapters: dict[Key, IndexedAdapter] = {}
         self._of_base: defaultdict[ServiceKey, set[Key]] = defaultdict(set)
         self._named: defaultdict[tuple[str, str], set[Key]] = defaultdict(set)
-        self._aliased: defaultdict[tuple[str, str], set[Key]] = defaultdict(set)
 
-    def saw(self, key: Key, new: StoredObject | None) -> tuple[set[Key], set[ServiceKey]]:
-        """Apply one change; returns the other adapters and the bases that it concerns."""
+    def saw(self, key: Key, new: StoredObject | None) -> set[ServiceKey]:
+        """Apply one change; returns the bases that it concerns."""
         before = self._adapters.pop(key, None)
         after = indexed(key, new) if new is not None else None
         if before is not None:
@@ -52,34 +46,27 @@ class AdapterIndex:
             self._adapters[key] = after
             self._of_base[after.base].add(key)
             self._named[key.namespace, after.facts.name].add(key)
-            self._aliased[key.namespace, after.alias].add(key)
         if before == after:
-            return set(), set()
-        changed = [one for one in (before, after) if one is not None]
-        rivals = {rival for one in changed for rival in self._claimants(one)}
-        return rivals - {key}, {one.base for one in changed}
+            return set()
+        return {one.base for one in (before, after) if one is not None}
 
     def _remove(self, one: IndexedAdapter) -> None:
         namespace = one.key.namespace
         for index, place in (
             (self._of_base, one.base),
             (self._named, (namespace, one.facts.name)),
-            (self._aliased, (namespace, one.alias)),
         ):
             known: dict[Any, set[Key]] = cast("dict[Any, set[Key]]", index)
             known[place].discard(one.key)
             if not known[place]:
                 del known[place]
 
-    def _claimants(self, one: IndexedAdapter) -> set[Key]:
-        """The adapters that claim a name of this one; several may share an alias."""
-        namespace, name = one.key.namespace, one.facts.name
-        found = self._named.get((namespace, name), set()) | self._aliased.get((namespace, name), set())
-        return found | (self._named.get((namespace, one.alias), set()) if one.alias else set())
-
-    def named(self, namespace: str, name: str) -> set[Key]:
-        """The adapters of a namespace that have this name or alias."""
-        return self._named.get((namespace, name), set()) | self._aliased.get((namespace, name), set())
+    def names(self, key: Key) -> AdapterNames | None:
+        """The names that an adapter claims; None for one that is being deleted or cannot be read."""
+        one = self._adapters.get(key)
+        if one is None or one.is_leaving:
+            return None
+        return AdapterNames(one.facts.name, f"{one.base.namespace}/{one.base.name}", one.alias, one.created_at)
 
     def keys_of(self, base: ServiceKey) -> set[Key]:
         """The adapters of one base."""
@@ -93,15 +80,6 @@ class AdapterIndex:
         """The facts of the adapters of one base, by name; without those that are being deleted."""
         found = [self._adapters[key] for key in self._of_base.get(base, ())]
         return tuple(sorted((one.facts for one in found if not one.is_leaving), key=lambda one: one.name))
-
-    def older_rival(self, key: Key) -> IndexedAdapter | None:
-        """The oldest other adapter of the namespace with the same name, if it is older than this one."""
-        own = self._adapters.get(key)
-        if own is None:
-            return None
-        claimants = [self._adapters[one] for one in self._claimants(own)]
-        oldest = min(claimants, key=lambda one: one.seniority, default=own)
-        return None if oldest.seniority >= own.seniority else oldest
 
 
 def indexed(key: Key, stored: StoredObject) -> IndexedAdapter | None:

@@ -16,14 +16,15 @@ import msgspec
 import structlog
 
 from slipway_api import names
+from slipway_api.model_names import ModelNames, ObjectKind
 from slipway_api.types import ServiceKey
 from slipway_kube.backoff import Backoff
 from slipway_kube.client import Client
 from slipway_kube.errors import KubeError, NotFound
 from slipway_kube.informer import Change, Informer
 from slipway_kube.objects import Key as ObjectKey
-from slipway_kube.objects import Node, Pod
-from slipway_kube.resources import CONTROLLER_REVISIONS, NODES, PODS, Resource
+from slipway_kube.objects import Node, Object, Pod
+from slipway_kube.resources import CONTROLLER_REVISIONS, NAMESPACES, NODES, PODS, Resource
 from slipway_operator.adapter_calls import AdapterCalls
 from slipway_operator.controller.kinds import Key, StoredObject
 from slipway_operator.controller.queue import Urgency
@@ -107,6 +108,11 @@ class Caches:
         self.node_counts = NodeCounts()
         self.node_informer = Informer(client, NODES, Node, clock=monotonic)
         self.node_informer.on_change(self._saw_node)
+        self._namespace_listeners: list[Callable[[str], None]] = []
+        # With a list of namespaces these may not be listed, and no other one is served.
+        self.namespace_informer = None if namespaces else Informer(client, NAMESPACES, Object, clock=monotonic)
+        if self.namespace_informer is not None:
+            self.namespace_informer.on_change(self._saw_namespace)
 
     @property
     def nodes(self) -> Mapping[ObjectKey, Node]:
@@ -136,6 +142,12 @@ class Caches:
     def on_node_change(self, callback: OnNodeChange) -> None:
         """Call `listener(old, new)` after each change of a node."""
         self._node_listeners.append(callback)
+
+    def on_namespace(self, callback: Callable[[str], None]) -> None:
+        """Call `callback(name)` for each namespace that may have objects of ours."""
+        self._namespace_listeners.append(callback)
+        for name in self._namespaces:
+            callback(name)
 
     def on_target_change(self, callback: OnTargetChange) -> None:
         """Tell (uid, target) of each change to a replica that should answer for its signals; None: not any more."""
@@ -182,6 +194,11 @@ class Caches:
         for callback in self._node_listeners:
             callback(old, new)
 
+    def _saw_namespace(self, change: Change, old: Object | None, new: Object | None) -> None:
+        if new is not None:
+            for callback in self._namespace_listeners:
+                callback(new.name)
+
     # --- lists --------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -190,6 +207,8 @@ class Caches:
             group.create_task(self.pod_informer.run())
             group.create_task(self.revision_informer.run())
             group.create_task(self.node_informer.run())
+            if self.namespace_informer is not None:
+                group.create_task(self.namespace_informer.run())
             group.create_task(self._check_when_wanted())
 
     async def fill(self) -> None:
@@ -307,6 +326,8 @@ class Inputs:
     """Call a function with the pool of each sample that matters of a pod that waits."""
     hub_answer: Callable[[str, str], HubAnswer | None] = lambda _uri, _endpoint: None
     adapters: AdapterIndex = field(default_factory=AdapterIndex)
+    model_names: ModelNames = field(default_factory=ModelNames)
+    """The names of all services and adapters: who answers each, as the gateway decides it."""
     adapter_calls: AdapterCalls | None = None
     sample_listeners: list[Callable[[ServiceKey], None]] = field(default_factory=list)
     """Called with the service of a sample that shows more than load, such as another boot id."""
@@ -314,6 +335,12 @@ class Inputs:
     waiting_adapters_of: Callable[[ServiceKey], Mapping[str, int]] = lambda _service: {}
     outcomes_of: Callable[[ServiceKey], OutcomesSince | None] = lambda _service: None
     service_outcomes_of: Callable[[ServiceKey], ServiceOutcomes | None] = lambda _service: None
+
+    def wake_objects(self, objects: Iterable[tuple[ObjectKind, str]]) -> None:
+        """Plan for objects whose names may have another holder now."""
+        for kind, key in objects:
+            namespace, _, name = key.partition("/")
+            self.wake(Key(kind.value, namespace, name), Urgency.NORMAL)
 
 
 def target_of(pod: Pod) -> ReplicaTarget | None:

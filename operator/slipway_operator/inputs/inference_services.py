@@ -1,12 +1,12 @@
 """The controller's kind InferenceService: builds `Observed` from caches, returns the core's plan as a `Decision`."""
 
-from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import cast
 
 from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import ColdStart
+from slipway_api.model_names import ServiceNames
 from slipway_api.types import ServiceKey
 from slipway_kube.informer import Change
 from slipway_kube.objects import Node, Pod
@@ -14,7 +14,7 @@ from slipway_kube.resources import INFERENCE_SERVICES, Resource
 from slipway_operator.controller.kinds import Decision, Key, Memory, StoredObject
 from slipway_operator.controller.queue import Urgency
 from slipway_operator.core import observed as seen
-from slipway_operator.core.observed import Namesake, Observed
+from slipway_operator.core.observed import Observed
 from slipway_operator.core.service.access import with_recorded_access
 from slipway_operator.core.service.plan import plan
 from slipway_operator.inputs.caches import Inputs
@@ -45,7 +45,6 @@ class InferenceServices:
     def __init__(self, inputs: Inputs) -> None:
         self._inputs = inputs
         self._store = inputs.caches.stores[KIND]
-        self._claims = ServedNames()
         self._supply = WarmSupplies(inputs)
         self._pulls = Pulls(inputs)
         self._cold_starts: dict[Key, ColdStart | None] = {}
@@ -53,6 +52,7 @@ class InferenceServices:
         inputs.caches.on_pod_change(self._saw_pod)
         inputs.caches.on_revision_change(self._saw_revisions)
         inputs.caches.on_node_change(self._saw_node)
+        inputs.caches.on_namespace(self._saw_namespace)
 
     # --- changes of the caches ----------------------------------------------------------------------------------------
 
@@ -60,8 +60,8 @@ class InferenceServices:
         if new is None:
             self._cold_starts.pop(key, None)
             self._inputs.metrics.accounts.remove(ServiceKey(key.namespace, key.name))
-        for rival in self._claims.saw(key, old, new):
-            self._inputs.wake(rival, Urgency.NORMAL)
+        names = ServiceNames(served_name(new), new.created_at) if new is not None else None
+        self._inputs.wake_objects(self._inputs.model_names.set_service(f"{key.namespace}/{key.name}", names))
 
     def _saw_pod(self, _change: Change, old: Pod | None, new: Pod | None, services: set[ServiceKey]) -> None:
         urgency = Urgency.URGENT if is_failure(old, new) else Urgency.NORMAL
@@ -71,6 +71,10 @@ class InferenceServices:
     def _saw_revisions(self, services: set[ServiceKey]) -> None:
         for service in services:
             self._inputs.wake(Key(KIND, *service), Urgency.NORMAL)
+
+    def _saw_namespace(self, name: str) -> None:
+        """A name that begins with a namespace is that namespace's own, also before there is an object in it."""
+        self._inputs.wake_objects(self._inputs.model_names.know_namespaces([name]))
 
     def _saw_node(self, old: Node | None, new: Node | None) -> None:
         before = node_facts(old) if old is not None else None
@@ -94,11 +98,7 @@ class InferenceServices:
         observed = Observed(
             service=reading.service,
             fault=reading.fault,
-            namesakes=tuple(
-                Namesake(key=ServiceKey(other.namespace, other.name), created_at=rival.created_at)
-                for other in self._claims.rivals(key, stored)
-                if (rival := self._store.get(other)) is not None
-            ),
+            name_conflict=self._inputs.model_names.conflict_of_service(f"{key.namespace}/{key.name}"),
             replicas=tuple(replica(pod, self._inputs.sample_of(pod.uid)) for pod in pods),
             nodes={
                 name: node_facts(node)
@@ -181,35 +181,6 @@ class InferenceServices:
         for one in observed.replicas:
             if one.sample is not None and one.ready:
                 self._inputs.metrics.signal_age.observe(max(0.0, (now - one.sample.at).total_seconds()))
-
-
-class ServedNames:
-    """An index of services by the served name that they ask for, over all namespaces: they share a gateway."""
-
-    def __init__(self) -> None:
-        self._claims: defaultdict[str, set[Key]] = defaultdict(set)
-
-    def saw(self, key: Key, old: StoredObject | None, new: StoredObject | None) -> set[Key]:
-        """Apply a change; returns the other services whose served name may change because of it."""
-        if old is not None and new is not None and (served_name(old), old.uid) == (served_name(new), new.uid):
-            return set()
-        concerned: set[Key] = set()
-        for stored in (old, new):
-            if stored is None:
-                continue
-            name = served_name(stored)
-            claims = self._claims[name]
-            claims.discard(key)
-            concerned |= claims
-            if stored is new:
-                claims.add(key)
-            elif not claims:
-                del self._claims[name]
-        return concerned
-
-    def rivals(self, key: Key, stored: StoredObject) -> list[Key]:
-        """The other services that ask for the same name."""
-        return sorted(self._claims.get(served_name(stored), set()) - {key})
 
 
 def served_name(stored: StoredObject) -> str:

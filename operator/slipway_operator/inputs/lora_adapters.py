@@ -1,6 +1,5 @@
 """The controller's kind LoRAAdapter: builds `AdapterObserved` from caches, returns the core's plan as a `Decision`."""
 
-from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, cast
@@ -8,7 +7,6 @@ from typing import Any, cast
 from slipway_api import names
 from slipway_api.inference_service import DirectAccess
 from slipway_api.lora_adapter import AdapterPodStatus, LoRAAdapter, PlacementMode
-from slipway_api.seniority import older_first
 from slipway_api.types import ServiceKey
 from slipway_kube.informer import Change
 from slipway_kube.objects import Pod
@@ -59,7 +57,6 @@ class LoRAAdapters:
         self._index = inputs.adapters
         self._services = inputs.caches.stores[INFERENCE_SERVICES.kind]
         self._facts: dict[str, PodFacts] = {}  # by uid
-        self._served: defaultdict[tuple[str, str], set[Key]] = defaultdict(set)  # services by namespace and served name
         inputs.caches.on_object_change(KIND, self._saw)
         inputs.caches.on_object_change(INFERENCE_SERVICES.kind, self._saw_service)
         inputs.caches.on_pod_change(self._saw_pod)
@@ -71,9 +68,10 @@ class LoRAAdapters:
     # --- changes of the caches ----------------------------------------------------------------------------------------
 
     def _saw(self, key: Key, _old: StoredObject | None, new: StoredObject | None) -> None:
-        rivals, bases = self._index.saw(key, new)
-        for rival in rivals:
-            self._inputs.wake(rival, Urgency.NORMAL)
+        bases = self._index.saw(key, new)
+        self._inputs.wake_objects(
+            self._inputs.model_names.set_adapter(f"{key.namespace}/{key.name}", self._index.names(key))
+        )
         for base in bases:
             self._inputs.wake(Key(INFERENCE_SERVICES.kind, *base), Urgency.NORMAL)
 
@@ -81,15 +79,6 @@ class LoRAAdapters:
         if _facts_of(old) == _facts_of(new):
             return
         self._wake_all(ServiceKey(key.namespace, key.name))
-        for one in (old, new):
-            if one is not None:
-                place = (key.namespace, served_name(one))
-                self._served[place].discard(key)
-                if one is new:
-                    self._served[place].add(key)
-                # A name that comes or goes concerns adapters of other bases too.
-                for other in self._index.named(*place):
-                    self._inputs.wake(other, Urgency.NORMAL)
 
     def _saw_pod(self, change: Change, old: Pod | None, new: Pod | None, services: set[ServiceKey]) -> None:
         before = self._facts.get(old.uid) if old is not None else None
@@ -134,7 +123,7 @@ class LoRAAdapters:
             name = adapter.adapter_name
             pods = tuple(self._pod(one, name) for one in facts if one.owner_uid == base.uid and one.takes_requests)
         observed = AdapterObserved(
-            adapter=adapter, base=base, rival=self._rival(key, stored, adapter), pods=pods,
+            adapter=adapter, base=base, rival=self._rival(key), pods=pods,
             on_demand=self._on_demand(adapter),
         )  # fmt: skip
         return self.with_memory(observed, memory)
@@ -210,21 +199,12 @@ class LoRAAdapters:
             known = self._facts[pod.uid] = pod_facts(pod)
         return known
 
-    def _rival(self, key: Key, stored: StoredObject, adapter: LoRAAdapter) -> Rival | None:
-        """The older adapter or service of the namespace that has the name; a base always keeps its own names."""
-        if (other := self._index.older_rival(key)) is not None:
-            return Rival(kind=KIND, name=other.key.name, served_name=adapter.adapter_name)
-        own = older_first(stored.created_at, key.namespace, key.name)
-        wanted = {adapter.adapter_name, adapter.spec.alias.name} - {""}
-        for name in wanted:
-            for service_key in self._served.get((key.namespace, name), ()):
-                service = self._services.get(service_key)
-                if service is None:
-                    continue
-                is_base = service_key.name == adapter.spec.base_ref.name
-                if is_base or older_first(service.created_at, service_key.namespace, service_key.name) < own:
-                    return Rival(kind=INFERENCE_SERVICES.kind, name=service_key.name, served_name=name)
-        return None
+    def _rival(self, key: Key) -> Rival | None:
+        """The object of the namespace that has the adapter's name or its alias; a base always keeps its own names."""
+        conflict = self._inputs.model_names.conflict_of_adapter(f"{key.namespace}/{key.name}")
+        if conflict is None:
+            return None
+        return Rival(kind=conflict.kind.value, name=conflict.key.partition("/")[2], served_name=conflict.name)
 
 
 def pod_facts(pod: Pod) -> PodFacts:

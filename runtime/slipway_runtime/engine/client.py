@@ -59,6 +59,9 @@ from slipway_runtime.scheduling.admission import (
 class Transport(Protocol):
     """A loaded engine, wherever it runs. All methods are called on the event loop, and call back on it."""
 
+    on_pulse: Callable[[], None]
+    """Called twice a second while the engine's process runs; never for an engine in a thread."""
+
     @property
     def facts(self) -> EngineFacts:
         """What was loaded."""
@@ -99,6 +102,8 @@ class StepTimes:
         self._work_since = clock()
         self.reported_at = clock()
         """When the engine last reported a step."""
+        self.pulsed_at: float | None = None
+        """When the engine's process last showed that it runs; None: it never did."""
 
     @property
     def longest(self) -> float:
@@ -114,6 +119,10 @@ class StepTimes:
     def waiting_since(self) -> float:
         """When the wait for the present step began, where there is work."""
         return max(self.reported_at, self._work_since)
+
+    def pulsed(self) -> None:
+        """Note that the engine's process runs, whatever its step loop does."""
+        self.pulsed_at = self._clock()
 
     def work_came(self) -> None:
         """Note that the engine has work, after it had none."""
@@ -186,6 +195,7 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._next_call = itertools.count(1)
         self.times = StepTimes(transport.facts.widest_step_seconds, clock, stall_seconds)
+        transport.on_pulse = lambda: self.times.pulsed()
         self._draining = False
         self._asleep = False  # from the moment that Sleep is sent: order is kept, so no request follows it
         self._drained = asyncio.Event()

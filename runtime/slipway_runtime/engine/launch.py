@@ -22,7 +22,7 @@ import zmq
 
 from slipway_runtime.boot_memory import BootMemory, decode
 from slipway_runtime.engine.options import EngineOptions
-from slipway_runtime.messages import EngineEvent, EngineFailed, Loaded, Loading, Message, StepReport, WarmingUp
+from slipway_runtime.messages import EngineEvent, EngineFailed, Loaded, Loading, Message, Pulse, StepReport, WarmingUp
 
 BOOT_FLAG: Final = "--boot"  # of the engine process: import everything first, then write to this file descriptor
 FINAL_MESSAGE_SECONDS: Final = 0.3  # for the last message of an engine that ended to arrive
@@ -99,6 +99,7 @@ class EngineProcess:
         pipe.connect()
         self._encoder = msgspec.msgpack.Encoder()
         self._watcher: asyncio.Task[None] | None = None
+        self.on_pulse: Callable[[], None] = lambda: None
 
     @classmethod
     async def launch(
@@ -141,6 +142,8 @@ class EngineProcess:
         def on_event(event: EngineEvent) -> None:
             if isinstance(event, StepReport):
                 on_report(event)
+            elif isinstance(event, Pulse):
+                self.on_pulse()
             elif isinstance(event, EngineFailed):
                 self._end(event.error, on_death)
 

@@ -116,6 +116,7 @@ class EngineThread:
         self.first_stats: EngineStats = engine.stats(clock())
         self._loop = StepLoop(engine, clock)
         self._thread: threading.Thread | None = None
+        self.on_pulse: Callable[[], None] = lambda: None  # never called: a thread cannot stop alone
 
     def start(self, on_report: Callable[[StepReport], None], on_death: Callable[[str], None]) -> None:
         """Start stepping; both functions are called on the event loop."""

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 import msgspec
 import zmq
@@ -24,7 +24,9 @@ from slipway_api import logs
 from slipway_runtime.boot_memory import BootMemory, encode
 from slipway_runtime.engine.launch import BOOT_FLAG, EngineStart
 from slipway_runtime.engine.loop import StepLoop
-from slipway_runtime.messages import EngineEvent, EngineFailed, Loaded, Message
+from slipway_runtime.messages import EngineEvent, EngineFailed, Loaded, Message, Pulse
+
+PULSE_SECONDS: Final = 0.5
 
 
 def main() -> int:
@@ -87,6 +89,7 @@ def _serve(
     requests.bind(f"ipc://{start.directory}/requests")
     send(Loaded(engine.facts, engine.stats(time.monotonic())))
     threading.Thread(target=_read, args=(requests, loop), name="read", daemon=True).start()
+    threading.Thread(target=_pulse, args=(send,), name="pulse", daemon=True).start()
     try:
         loop.run(send)
     except RankDiedError as died:
@@ -118,6 +121,13 @@ def _write(
         encoder = msgspec.msgpack.Encoder()
         while (message := events.get()) is not None:
             socket.send(encoder.encode(message))
+
+
+def _pulse(send: Callable[[EngineEvent], None]) -> None:
+    # A long step releases the GIL and lets this thread run; a stopped process stops it, too.
+    while True:
+        time.sleep(PULSE_SECONDS)
+        send(Pulse())
 
 
 def _boot(done: int) -> None:

@@ -209,6 +209,12 @@ class Replica:
         if not self.loaded.engine.alive:
             return Ready(ready=False, reason=ReadyReason.ENGINE_DEAD, message=ENGINE_STOPPED)
         assert self._steps is not None
+        if (stopped := self._steps.stopped_seconds()) > 0:
+            return Ready(
+                ready=False,
+                reason=ReadyReason.STEP_LOOP_STALLED,
+                message=f"the engine's process has not run for {stopped:.0f} s",
+            )
         stats, silent, limit = self.stats(), self._steps.silent_seconds(), self._steps.longest_stall
         if silent > limit:
             return Ready(

@@ -3,6 +3,9 @@
 A step is due while the engine has requests. An idle engine gets a ping every few seconds, whose answer is due, so that
 a hanging engine is found before the first request. The allowed time of a step grows with the longest step so far
 (`StepTimes`): a prompt of 30,000 tokens on a CPU is slow, and does not hang.
+
+The engine's process also sends a pulse twice a second, from a thread that a long step does not hold up. A process that
+is stopped sends none, so it is found after `PULSE_LIMIT_SECONDS`, however long its steps may take.
 """
 
 import asyncio
@@ -14,6 +17,8 @@ from slipway_runtime.engine.client import EngineClient, EngineDead
 from slipway_runtime.messages import Ping
 
 PING_AFTER_SECONDS: Final = 2.0  # without a step, and without work
+PULSE_LIMIT_SECONDS: Final = 2.5  # without a pulse: five are missing
+PULSE_CONFIRM_SECONDS: Final = 1.0  # this process may have been late itself: pulses that wait are read by then
 
 
 class StepWatch:
@@ -26,6 +31,7 @@ class StepWatch:
         self._busy_since = 0.0
         self._ping: asyncio.Task[None] | None = None
         self._pinged_at = 0.0
+        self._missed: tuple[float, float] | None = None  # a pulse that was late, and when that was seen first
 
     @property
     def longest_stall(self) -> float:
@@ -34,8 +40,21 @@ class StepWatch:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether a step takes longer than it may."""
-        return self.silent_seconds() > self.longest_stall
+        """Whether a step takes longer than it may, or the engine's process does not run."""
+        return self.silent_seconds() > self.longest_stall or self.stopped_seconds() > 0
+
+    def stopped_seconds(self) -> float:
+        """Seconds for which the engine's process has not run; 0: it runs, or may run.
+
+        Found by the second of two looks, at least `PULSE_CONFIRM_SECONDS` apart, without a pulse between them.
+        """
+        pulsed_at, now = self._engine.times.pulsed_at, self._clock()
+        if pulsed_at is None or now - pulsed_at <= PULSE_LIMIT_SECONDS:
+            self._missed = None
+            return 0.0
+        if self._missed is None or self._missed[0] != pulsed_at:
+            self._missed = pulsed_at, now
+        return now - pulsed_at if now - self._missed[1] >= PULSE_CONFIRM_SECONDS else 0.0
 
     @property
     def hangs(self) -> bool:

@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from slipway_runtime.engine.client import Draining, EngineClient, EngineDead, Ou
 from slipway_runtime.engine.launch import EngineNotLoadedError, EngineProcess
 from slipway_runtime.engine.loop import EngineThread
 from slipway_runtime.engine.options import EngineOptions
+from slipway_runtime.engine.process import PULSE_SECONDS
 from slipway_runtime.messages import (
     AdapterState,
     EngineStats,
@@ -104,6 +107,29 @@ async def test_the_first_request_of_a_process_waits_for_no_second_try_to_connect
 
     assert zmq.EVENT_CONNECTED in happened
     assert zmq.EVENT_CONNECT_RETRIED not in happened
+
+
+@pytest.mark.capability("RD-9")
+async def test_a_process_sends_pulses_while_it_runs_and_none_while_it_is_stopped():
+    engine = await EngineProcess.launch(TINY, OPTIONS)
+    client = EngineClient(engine)
+    await client.start()
+    pulses = 0
+
+    def count() -> None:
+        nonlocal pulses
+        pulses += 1
+
+    engine.on_pulse = count
+    await until(client, lambda _: pulses > 1)
+    os.kill(engine.pid, signal.SIGSTOP)
+    await asyncio.sleep(0.1)  # one may be on its way
+    before = pulses
+    await asyncio.sleep(2 * PULSE_SECONDS)
+    assert pulses == before
+    os.kill(engine.pid, signal.SIGCONT)
+    await until(client, lambda _: pulses > before)
+    await client.stop()
 
 
 async def test_the_same_text_whatever_else_runs(client):

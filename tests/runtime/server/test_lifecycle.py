@@ -147,6 +147,40 @@ async def test_a_second_hang_is_found_as_soon_as_the_first():
 
 
 @pytest.mark.capability("RD-9")
+async def test_a_stopped_engine_process_is_found_in_four_seconds_however_long_its_steps_may_take():
+    """Measured: unready after 44 s, and a second hang unnoticed, because steps of 9 s had raised the limit to 42 s."""
+    async with a_replica() as replica:
+        replica.client.times = StepTimes(9.0, replica.clock)
+        for _ in range(2):
+            replica.client.times.pulsed()
+            replica.clock.ahead += 2.4
+            assert await ready_of(replica) == (200, ReadyReason.READY)
+            replica.clock.ahead += 0.2
+            assert await ready_of(replica) == (200, ReadyReason.READY), "this process may have been late itself"
+            replica.clock.ahead += 1
+            assert await ready_of(replica) == (503, ReadyReason.STEP_LOOP_STALLED)
+            assert (await replica.admin("/health")).status_code == 200
+            replica.clock.ahead += 20
+            replica.client.times.pulsed()
+            assert await ready_of(replica) == (200, ReadyReason.READY)
+
+
+@pytest.mark.capability("RD-9")
+async def test_a_long_step_is_not_taken_for_a_stopped_process():
+    async with a_replica() as replica:
+        replica.client.times = StepTimes(10.0, replica.clock)
+        replica.steps.hold()
+        asking = asyncio.create_task(replica.chat(max_tokens=2))
+        await replica.until(lambda stats: stats.running + stats.waiting == 1)
+        for _ in range(80):
+            replica.clock.ahead += 0.5
+            replica.client.times.pulsed()
+            assert await ready_of(replica) == (200, ReadyReason.READY)
+        replica.steps.resume_steps()
+        assert (await asking).status_code == 200
+
+
+@pytest.mark.capability("RD-9")
 async def test_an_engine_that_hangs_without_work_is_found_by_a_ping():
     async with a_replica() as replica:
         assert (await replica.chat(max_tokens=2)).status_code == 200

@@ -1,10 +1,10 @@
-"""Decides under which name the gateway serves a service: its served name, unless an older service has it already.
+"""Describes whether the gateway serves a service under its served name: the conditions RouteReady and Ready.
 
-The gateway orders services by the same function; the condition RouteReady informs the owner of the younger service.
+Who answers a name is decided by `slipway_api.model_names`, for operator and gateway alike.
 """
 
 from slipway_api.conditions import ConditionStatus, Reason
-from slipway_api.seniority import older_first
+from slipway_api.model_names import namespace_of
 from slipway_operator.core.observed import Observed
 
 
@@ -13,14 +13,8 @@ def route_condition(observed: Observed, ready: int) -> tuple[ConditionStatus, Re
     service = observed.service
     # Of a spec that cannot be read, the name that status recorded before still counts.
     served_name = (observed.fault and service.status.served_name) or service.served_name
-    full_name = str(service.key)
-    if (older := _older_namesake(observed)) is not None:
-        return (
-            ConditionStatus.FALSE,
-            Reason.NAME_CONFLICT,
-            f"the older InferenceService {older} is served as {served_name!r}, and this one only as {full_name!r}, "
-            "except to tenants that may not use the older one; give one of the two another spec.model.servedName",
-        )
+    if sentence := name_conflict(observed):
+        return ConditionStatus.FALSE, Reason.NAME_CONFLICT, sentence
     sentence = f"the gateway serves it as {served_name!r}"
     if ready:
         return ConditionStatus.TRUE, Reason.ROUTED, sentence
@@ -30,12 +24,37 @@ def route_condition(observed: Observed, ready: int) -> tuple[ConditionStatus, Re
     return ConditionStatus.FALSE, Reason.NO_READY_REPLICAS, f"{sentence} once a replica is ready"
 
 
-def _older_namesake(observed: Observed) -> str | None:
-    """The service that has the name already, or None when it is this one."""
-    own, created_at = observed.service.key, observed.service.metadata.creation_timestamp
-    seniority = {one.key: older_first(one.created_at, *one.key) for one in observed.namesakes}
-    seniority[own] = older_first(created_at, *own)
-    oldest = min(seniority, key=seniority.__getitem__)
-    if oldest == own:
-        return None
-    return oldest.name if oldest.namespace == own.namespace else str(oldest)
+def name_conflict(observed: Observed) -> str:
+    """Why the gateway does not serve the service under its served name, and the remedy; empty: it does."""
+    conflict, own = observed.name_conflict, str(observed.service.key)
+    if conflict is None:
+        return ""
+    if conflict.namespace:
+        return (
+            f"the name {conflict.name!r} belongs to the namespace {conflict.namespace}: only its objects answer it; "
+            f"this service is served only as {own!r}; set another spec.model.servedName"
+        )
+    is_near = _is_near(observed)
+    holder = conflict.key.partition("/")[2] if is_near else conflict.key
+    exception = "" if is_near else ", except to tenants that may not use the older one"
+    return (
+        f"the older {conflict.kind} {holder} is served as {conflict.name!r}, and this service only as {own!r}"
+        f"{exception}; set another spec.model.servedName, or rename the older one"
+    )
+
+
+def answers_nobody(observed: Observed) -> bool:
+    """Whether no caller reaches the service under its served name.
+
+    A tenant that may not use the object with the name does: for it, the name is this service's.
+    """
+    conflict = observed.name_conflict
+    if conflict is None:
+        return False
+    return bool(conflict.namespace) or _is_near(observed) or not observed.defaults.has_tenants
+
+
+def _is_near(observed: Observed) -> bool:
+    """Whether the object with the name is in the service's own namespace."""
+    conflict = observed.name_conflict
+    return conflict is not None and namespace_of(conflict.key) == observed.service.key.namespace

@@ -5,6 +5,8 @@ of decisions but never live numbers. What it tells of autoscaling is in `scaling
 
 | ready replicas | desired | otherwise                             | Ready                                |
 |----------------|---------|---------------------------------------|--------------------------------------|
+| any            | any     | the served name is another object's   | False NameConflict, if otherwise True |
+| any            | any     | to tenants it is this service's       | True NameConflict, if Available      |
 | any            | 0       |                                       | True ScaledToZero                    |
 | all            | > 0     |                                       | True Available                       |
 | some           | > 0     |                                       | True Degraded                        |
@@ -57,7 +59,7 @@ from slipway_operator.core.service.problems import Problems, find_problems
 from slipway_operator.core.service.replicas import Assignment
 from slipway_operator.core.service.revision import Revision
 from slipway_operator.core.service.rollout import RolloutStep
-from slipway_operator.core.service.route import route_condition
+from slipway_operator.core.service.route import answers_nobody, name_conflict, route_condition
 from slipway_operator.core.service.scaling_status import autoscaling_status, scaling_condition
 from slipway_operator.core.service.suspension import SUSPENDED, suspended_condition
 from slipway_operator.core.service.target import Target
@@ -279,6 +281,11 @@ def _conditions(
     status, reason, message = _readiness(
         service.status.conditions, decided, ready, problems, stalled, is_suspended=service.spec.suspend
     )
+    is_taken = answers_nobody(observed) and status is ConditionStatus.TRUE and not service.spec.suspend
+    if is_taken:
+        status, reason, message = ConditionStatus.FALSE, Reason.NAME_CONFLICT, name_conflict(observed)
+    elif reason is Reason.AVAILABLE and (sentence := name_conflict(observed)):
+        reason, message = Reason.NAME_CONFLICT, sentence
     write(ConditionType.READY, status, reason, message)
     enough = ready >= decided.desired
     write(
@@ -291,6 +298,8 @@ def _conditions(
 
     if stalled:
         write(ConditionType.STALLED, True, *stalled)
+    elif is_taken:
+        write(ConditionType.STALLED, True, reason, message)  # no pass changes it: a person has to
     else:
         conditions = remove_condition(conditions, ConditionType.STALLED)
     if not stalled and (progress := _progress(observed, decided, enough)):
@@ -325,7 +334,9 @@ def _conditions(
         write(ConditionType.MODEL_CACHED, *decided.cache.condition)
     else:
         conditions = remove_condition(conditions, ConditionType.MODEL_CACHED)
-    if observed.defaults.direct_access is DirectAccess.GATEWAY_ONLY and service.direct_access is DirectAccess.OPEN:
+    defaults = observed.defaults
+    should_be_closed = defaults.has_tenants or defaults.direct_access is DirectAccess.GATEWAY_ONLY
+    if should_be_closed and service.direct_access is DirectAccess.OPEN:
         write(ConditionType.GATEWAY_ONLY, False, Reason.OPEN_TO_DIRECT_CALLERS, OPEN_MESSAGE)
     else:
         conditions = remove_condition(conditions, ConditionType.GATEWAY_ONLY)
@@ -360,7 +371,7 @@ def _readiness(
         return ConditionStatus.FALSE, *stalled
     was = find_condition(before, ConditionType.READY)
     served = was is not None and was.status is ConditionStatus.TRUE and was.reason != Reason.SCALED_TO_ZERO
-    if served or (was is not None and was.reason == Reason.NO_READY_REPLICAS):
+    if served or (was is not None and was.reason in (Reason.NO_READY_REPLICAS, Reason.NAME_CONFLICT)):
         return ConditionStatus.FALSE, Reason.NO_READY_REPLICAS, sentence
     if problems.waits_for_gpu:
         return ConditionStatus.UNKNOWN, Reason.WAITING_FOR_GPU, sentence

@@ -1,30 +1,42 @@
-"""Which service serves a name that two ask for: the older one; the status of the younger one says so."""
+"""A service whose served name another object answers: its conditions say so, and what to do."""
 
-from datetime import datetime
+from dataclasses import replace
 
 import pytest
 
 from slipway_api.conditions import ConditionStatus, find_condition
 from slipway_api.inference_status import InferenceServiceStatus
-from slipway_api.types import ServiceKey
-from slipway_operator.core.observed import Namesake
+from slipway_api.model_names import NameConflict
 from slipway_operator.core.service.plan import Plan, plan
-from tests.builders import T0, a_service, minutes, seen
+from tests.builders import DEFAULTS, T0, a_pod, a_service, minutes, seen
 
-pytestmark = pytest.mark.capability("OP-2")
+pytestmark = pytest.mark.capability("OP-2", "SE-8")
 
-
-def planned(*namesakes: Namesake, name: str = "chat", status: InferenceServiceStatus | None = None) -> Plan:
-    service = a_service(name, model={"servedName": "llama"}, created_at=T0, status=status)
-    return plan(seen(service, namesakes=namesakes), T0 + minutes(1))
-
-
-def other(created_at: datetime, name: str = "code", namespace: str = "demo") -> Namesake:
-    return Namesake(key=ServiceKey(namespace, name), created_at=created_at)
+NEAR = NameConflict("llama", key="demo/code")
+FAR = NameConflict("llama", key="team/code")
+RESERVED = NameConflict("team/llama", namespace="team")
 
 
-def test_the_younger_of_two_services_with_one_name_is_told_which_one_has_it():
-    made = planned(other(T0 - minutes(5)), other(T0 - minutes(3), "late"))
+def planned(
+    conflict: NameConflict | None = None,
+    *,
+    ready: bool = False,
+    has_tenants: bool = False,
+    suspend: bool = False,
+    status: InferenceServiceStatus | None = None,
+) -> Plan:
+    service = a_service(model={"servedName": "llama"}, created_at=T0, status=status, suspend=suspend)
+    observed = seen(service, *([a_pod(service=service).slot(0).ready()] if ready else []), name_conflict=conflict)
+    return plan(replace(observed, defaults=replace(DEFAULTS, has_tenants=has_tenants)), T0 + minutes(1))
+
+
+def said(made: Plan, type: str) -> tuple[str, str]:
+    condition = find_condition(made.status.conditions, type)
+    return (condition.status.value, condition.reason) if condition is not None else ("", "")
+
+
+def test_a_service_whose_name_is_taken_is_told_which_object_has_it():
+    made = planned(NEAR)
     condition = find_condition(made.status.conditions, "RouteReady")
 
     assert (condition.status, condition.reason) == (ConditionStatus.FALSE, "NameConflict")
@@ -33,42 +45,41 @@ def test_the_younger_of_two_services_with_one_name_is_told_which_one_has_it():
     assert [event.message for event in made.events if event.reason == "NameConflict"] == [condition.message]
 
 
-def test_a_namesake_of_another_namespace_is_told_by_its_full_name():
-    made = planned(other(T0 - minutes(5), namespace="team"))
-
-    assert (
-        "InferenceService team/code is served as 'llama'"
-        in find_condition(made.status.conditions, "RouteReady").message
-    )
+def test_an_object_of_another_namespace_is_told_by_its_full_name_and_an_adapter_as_an_adapter():
+    assert "InferenceService team/code is" in find_condition(planned(FAR).status.conditions, "RouteReady").message
+    adapter = replace(NEAR, kind="LoRAAdapter")
+    assert "the older LoRAAdapter code is" in find_condition(planned(adapter).status.conditions, "RouteReady").message
 
 
 def test_it_is_told_once_and_no_more_once_the_other_is_gone():
-    first = planned(other(T0 - minutes(5)))
-    again = planned(other(T0 - minutes(5)), status=first.status)
+    first = planned(NEAR)
+    again = planned(NEAR, status=first.status)
     alone = planned(status=first.status)
 
     assert "NameConflict" not in {event.reason for event in again.events}
-    assert find_condition(alone.status.conditions, "RouteReady").reason == "NoReadyReplicas"
+    assert said(alone, "RouteReady") == ("False", "NoReadyReplicas")
+    assert said(alone, "Stalled") == ("", "")
 
 
-def test_the_older_one_hears_nothing_of_it():
-    made = planned(other(T0 + minutes(5)))
+@pytest.mark.parametrize(
+    ("conflict", "has_tenants", "ready", "stalled"),
+    [
+        (None, False, ("True", "Available"), ("", "")),
+        (NEAR, False, ("False", "NameConflict"), ("True", "NameConflict")),
+        (NEAR, True, ("False", "NameConflict"), ("True", "NameConflict")),
+        (FAR, False, ("False", "NameConflict"), ("True", "NameConflict")),
+        (FAR, True, ("True", "NameConflict"), ("", "")),  # to its own tenants the name is this service's
+        (RESERVED, True, ("False", "NameConflict"), ("True", "NameConflict")),
+    ],
+)
+def test_the_columns_ready_and_status_show_a_name_that_is_taken(conflict, has_tenants, ready, stalled):
+    """review/shipping.md 28: the younger service was Ready=True Available in `kubectl get`."""
+    made = planned(conflict, ready=True, has_tenants=has_tenants)
 
-    assert find_condition(made.status.conditions, "RouteReady").reason == "NoReadyReplicas"
-    assert "NameConflict" not in {event.reason for event in made.events}
+    assert said(made, "Ready") == ready
+    assert said(made, "Stalled") == stalled
 
 
-def test_of_two_created_in_one_second_the_namespace_is_compared_before_the_name():
-    """Finding 20: the gateway compared `a-b/chat` with `a/chat` as strings and took the other one."""
-    service = a_service("chat", model={"servedName": "llama"}, created_at=T0)
-    service = service.model_copy(update={"metadata": service.metadata.model_copy(update={"namespace": "a"})})
-    made = plan(seen(service, namesakes=(other(T0, "chat", "a-b"),)), T0 + minutes(1))
-
-    assert find_condition(made.status.conditions, "RouteReady").reason != "NameConflict"
-
-
-@pytest.mark.parametrize(("name", "has_it"), [("abc", True), ("xyz", False)])
-def test_of_two_created_in_one_second_the_first_by_name_has_it(name, has_it):
-    made = planned(other(T0), name=name)
-
-    assert (find_condition(made.status.conditions, "RouteReady").reason != "NameConflict") == has_it
+def test_a_missing_replica_is_told_before_a_name_and_a_suspended_service_is_no_fault():
+    assert said(planned(NEAR), "Ready")[1] != "NameConflict"
+    assert said(planned(NEAR, suspend=True), "Ready") == ("True", "ScaledToZero")

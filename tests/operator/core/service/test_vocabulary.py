@@ -12,10 +12,10 @@ import pytest
 from slipway_api.autoscaling import Limit
 from slipway_api.conditions import Condition, EventReason, Reason
 from slipway_api.inference_service import InferenceService
+from slipway_api.model_names import NameConflict
 from slipway_api.slo import SLOPeriod, SLOStatus
-from slipway_api.types import ServiceKey
 from slipway_api.vocabulary import CONDITIONS, EVENTS, LIMITS
-from slipway_operator.core.observed import Failure, Namesake
+from slipway_operator.core.observed import Failure
 from slipway_operator.core.pulls import PullPod, PullsSeen
 from slipway_operator.core.service.plan import Plan, plan
 from slipway_operator.core.service.pulls import pull_digest
@@ -127,8 +127,11 @@ def a_warm_pool() -> Said:
 
 def one_name_for_two_services() -> Said:
     service = promised(a_service(created_at=T0), 1)
-    older = Namesake(key=ServiceKey("demo", "code"), created_at=T0 - minutes(1))
-    return said_in(passes(service, (), namesakes=(older,)))
+    older, elsewhere = NameConflict("chat", key="demo/code"), NameConflict("chat", key="team/code")
+    pod = a_pod(service=service).slot(0).ready()
+    observed = seen(service, pod, name_conflict=elsewhere)
+    with_tenants = replace(observed, defaults=replace(observed.defaults, has_tenants=True))
+    return said_in([*passes(service, (), name_conflict=older), plan(observed, T0), plan(with_tenants, T0)])
 
 
 def life_of_a_fixed_fleet() -> Said:
