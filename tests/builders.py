@@ -28,8 +28,8 @@ from slipway_operator.core.observed import (
     ScalingMemory,
     StoredRevision,
 )
-from slipway_operator.core.service.pod import pod_name
-from slipway_operator.core.service.revision import Revision, create_revision, resolve
+from slipway_operator.core.service.replicas.pod import pod_name
+from slipway_operator.core.service.rollout.revision import Revision, create_revision, resolve
 
 T0 = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 IMAGE = "slipway/runtime:test"

@@ -65,6 +65,8 @@ class Signals(Body):
     handed_over: int = Field(default=0, ge=0)
     generated_tokens: int = Field(default=0, ge=0)
     prompt_tokens: int = Field(default=0, ge=0)
+    # Answers that ended because the model's output was NaN or infinite; left out while zero.
+    invalid_logits: int = Field(default=0, ge=0, exclude_if=lambda count: not count)
     starting: str = (
         ""  # until it is ready for the first time: Booting, NoModel, Downloading, Loading, WarmingUp or Standby
     )

@@ -12,8 +12,8 @@ from slipway_api.memory import GIB, DoesNotFit, Fits, footprint
 from slipway_api.runtime_spec import Dtype
 from slipway_api.types import parse_quantity
 from slipway_operator.core.profiles import apply_profile
-from slipway_operator.core.service.advice import find_advice
-from slipway_operator.core.service.fit import check_fit, missing_on_host, model_shape, needs_of, planned_dtype
+from slipway_operator.core.service.model.fit import check_fit, missing_on_host, model_shape, needs_of, planned_dtype
+from slipway_operator.core.service.status.advice import find_advice
 
 HOURS_OF_A_MONTH: Final = 730
 

@@ -10,9 +10,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from slipway_api.types import ServiceKey
-from slipway_operator.core.service.accounting import Accounting
-from slipway_operator.core.service.cost import Cost
-from slipway_operator.core.service.slo_status import window_name
+from slipway_operator.core.service.status.accounting import Accounting
+from slipway_operator.core.service.status.cost import Cost
+from slipway_operator.core.service.status.slo_status import window_name
 
 _SERVICE: Final = ("namespace", "service")
 _OBJECTIVE: Final = (*_SERVICE, "objective")

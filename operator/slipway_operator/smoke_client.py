@@ -23,7 +23,7 @@ from slipway_kube.objects import Pod
 from slipway_operator.controller.isolation import BackgroundCalls
 from slipway_operator.controller.kinds import Key
 from slipway_operator.core.actions import AskSmokeTests, GoldenTest, SmokeResult
-from slipway_operator.core.service.golden import GoldenError, GoldenPrompt, judge_answers, parse_config_map
+from slipway_operator.core.service.rollout.golden import GoldenError, GoldenPrompt, judge_answers, parse_config_map
 from slipway_operator.masters import GatewayKeys
 from slipway_operator.replica_client import Dial, address_of
 

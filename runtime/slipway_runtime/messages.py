@@ -122,6 +122,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     blocks_cached: int  # reusable prefixes, free on demand
     steps: int
     preemptions: int
+    invalid_logits: int = 0  # answers that ended because their logits were NaN or infinite; a counter
     prefix_queries: int  # prompt tokens looked up
     prefix_hits: int  # prompt tokens found, in host memory too
     admitted: int  # always: admitted = finished + aborted + handed_over + running + waiting
@@ -433,3 +434,4 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     # For rows that asked, at each new prompt position: the logprobs of the token AFTER it. Empty: no row asked.
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     embeddings: tuple[bytes, ...] = ()  # parallel to the rows, for rows that finish; empty: this engine generates
+    invalid: tuple[int, ...] = ()  # places in `token_ids` of rows whose logits, or embedding, were not finite

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from slipway_api.inference_service import InferenceService
-from slipway_operator.core.service.revision import digest, inputs
+from slipway_operator.core.service.rollout.revision import digest, inputs
 from tests.api.manifests import a_manifest, apply, assert_refused, stored
 
 pytestmark = pytest.mark.apiserver

@@ -8,8 +8,8 @@ import yaml
 from e2e.cluster.access import Access
 from slipway_api.inference_service import InferenceService
 from slipway_api.types import parse_quantity
-from slipway_operator.core.service.pod import arguments
-from slipway_operator.core.service.revision import resolve
+from slipway_operator.core.service.replicas.pod import arguments
+from slipway_operator.core.service.rollout.revision import resolve
 from slipway_runtime.command_line import parse_arguments, serve_settings
 
 ROOT = Path(__file__).resolve().parents[2]

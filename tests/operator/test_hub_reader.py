@@ -13,7 +13,7 @@ from slipway_api.inference_service import InferenceService
 from slipway_operator import hub_reader
 from slipway_operator.controller.kinds import Key, StoredObject
 from slipway_operator.core.actions import AskHub, CreatePod
-from slipway_operator.core.service.hub_facts import HOLD
+from slipway_operator.core.service.model.hub_facts import HOLD
 from slipway_operator.core.service.plan import Plan, plan
 from slipway_operator.hub_reader import HubReader, NoFacts, shape_of
 from tests.builders import T0, a_pod, a_service, edited, minutes, promised, seconds, seen

@@ -7,7 +7,7 @@ from slipway_api.types import ServiceKey
 from slipway_kube.informer import Change
 from slipway_kube.objects import Node
 from slipway_operator.core.observed import is_disruption
-from slipway_operator.core.service.revision import load_revisions
+from slipway_operator.core.service.rollout.revision import load_revisions
 from slipway_operator.inputs.disruption import NodeCounts
 from slipway_operator.inputs.revisions import ControllerRevision, RevisionIndex
 from tests.builders import UID, a_service, stored

@@ -15,9 +15,9 @@ from slipway_kube.objects import Pod
 from slipway_operator.controller.claimer import claim_operations, return_operations
 from slipway_operator.controller.pod_state import state_metadata
 from slipway_operator.core.actions import ClaimPod, ReturnPod
-from slipway_operator.core.service.access import PortAccess
-from slipway_operator.core.service.pod import build_pod
-from slipway_operator.core.service.revision import Revision
+from slipway_operator.core.service.replicas.access import PortAccess
+from slipway_operator.core.service.replicas.pod import build_pod
+from slipway_operator.core.service.rollout.revision import Revision
 from slipway_operator.core.warm_pool.pod import build_pool_pod, pool_owner, waiting_metadata
 from slipway_operator.core.warm_pool.shape import shape_of_pool
 from tests.builders import IMAGE, T0, a_service

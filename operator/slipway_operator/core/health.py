@@ -45,7 +45,7 @@ IMAGE_ERRORS: Final = frozenset(
 
 
 class Stage(Enum):
-    """Where a replica stands between its creation and its end; `core/service/problems.py` has the sentences."""
+    """Where a replica stands between its creation and its end; `core/service/status/problems.py` has the sentences."""
 
     STUCK = "Stuck"
     TERMINATING = "Terminating"

@@ -15,8 +15,8 @@ from slipway_operator.controller.kinds import Decision, Key, Memory, StoredObjec
 from slipway_operator.controller.queue import Urgency
 from slipway_operator.core import observed as seen
 from slipway_operator.core.observed import Observed
-from slipway_operator.core.service.access import with_recorded_access
 from slipway_operator.core.service.plan import plan
+from slipway_operator.core.service.replicas.access import with_recorded_access
 from slipway_operator.inputs.caches import Inputs
 from slipway_operator.inputs.observer import node_facts, replica
 from slipway_operator.inputs.pulls import Pulls

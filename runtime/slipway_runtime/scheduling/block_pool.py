@@ -242,6 +242,13 @@ class BlockPool:
         self.order.published(block, key, group, self.now)
         return True
 
+    def unpublish(self, blocks: Iterable[int]) -> None:
+        """Remove held blocks from the prefix cache: their KV must not be found again. Sequences that hold them go on."""
+        for block in blocks:
+            assert self._ref_count[block] > 0
+            if self._key_of[block] is not None:
+                self._forget(block)
+
     def fork(self, blocks: Sequence[int], num_tokens: int) -> tuple[list[int], tuple[int, int] | None]:
         """Make a second block table over the same tokens: full blocks are shared, the partial one is copied.
 

@@ -37,6 +37,7 @@ class RequestCounters:
     aborted: int = 0
     handed_over: int = 0
     preemptions: int = 0
+    invalid_logits: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     computed_tokens: int = 0
@@ -343,6 +344,7 @@ class RequestTable:
             blocks_cached=pool.cached,
             steps=steps,
             preemptions=counters.preemptions,
+            invalid_logits=counters.invalid_logits,
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
             admitted=counters.admitted,

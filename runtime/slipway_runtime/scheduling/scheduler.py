@@ -58,6 +58,11 @@ from slipway_runtime.scheduling.request_table import RequestTable
 from slipway_runtime.scheduling.residency import Residency
 from slipway_runtime.scheduling.scheduler_output import InFlightBatch, Scheduled, SchedulerOutputBuilder
 from slipway_runtime.scheduling.sequence import Sequence, State, accept, with_drafts, with_embedding
+
+INVALID_LOGITS = (
+    "the model's output is not finite (NaN or infinity): the checkpoint is damaged, or its numbers exceed the range of "
+    "the dtype; load it with dtype bfloat16 or float32"
+)
 from slipway_runtime.scheduling.speculation import Drafter, Speculation
 from slipway_runtime.scheduling.text_blocks import TextBlockIndex
 
@@ -222,6 +227,11 @@ class Scheduler:
                     table.retire(sequence)
                 continue
             self._count_computed(row, token_ids, result.prompt_logprobs[index] if result.prompt_logprobs else ())
+            if index in result.invalid:
+                table.counters.invalid_logits += 1
+                self.pool.unpublish(sequence.blocks)  # its KV may be what is not finite
+                table.end(sequence, FinishReason.ERROR, now, INVALID_LOGITS)
+                continue
             if row.samples:
                 logprobs = result.logprobs[index] if result.logprobs else ()
                 output = accept(sequence, token_ids, logprobs, self._eos, now)

@@ -125,6 +125,11 @@ class EngineNumbers(Collector):
                 "slipway:num_requests_waiting_by_tenant", "Waiting requests, by tenant.", "tenant", longest
             )
         yield self._counter("vllm:num_preemptions", "Requests set back to give up their blocks.", stats.preemptions)
+        yield self._counter(
+            "vllm:corrupted_requests",
+            "Answers that ended with an error because the model's output was NaN or infinite.",
+            stats.invalid_logits,
+        )
 
     def _cache(self, stats: EngineStats) -> Iterator[Family]:
         usage = stats.blocks_live / max(stats.blocks_total, 1)

@@ -260,6 +260,7 @@ class Replica:
             handed_over=stats.handed_over,
             generated_tokens=stats.generated_tokens,
             prompt_tokens=stats.prompt_tokens,
+            invalid_logits=stats.invalid_logits,
             starting="" if self.loaded else self._phase.value,
             not_ready=reason.value if (reason := self.ready().reason) in _BROKEN else "",
         )

@@ -36,10 +36,12 @@ class Pooler:
         # Waited for though no prompt ends here, or the host would launch whole prompts ahead.
         values = Download((F.normalize(pooled, dim=-1),) if ends else (), pooled.device).arrays()
         of_rows = iter(values[0] if ends else ())
+        finite = iter(np.isfinite(values[0]).all(axis=1).tolist() if ends else ())
         return StepResult(
             step=plan.step,
             token_ids=tuple([(0,) if ends else () for ends in plan.samples]),
             embeddings=tuple([next(of_rows).tobytes() if ends else b"" for ends in plan.samples]),
+            invalid=tuple([index for index, ends in enumerate(plan.samples) if ends and not next(finite)]),
         )
 
     def _mean(self, sums: Tensor, plan: SchedulerOutput, inputs: HostInputs, normed: Tensor) -> Tensor:

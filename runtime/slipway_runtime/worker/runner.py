@@ -23,7 +23,7 @@ from slipway_runtime.worker.kv_cache import copy_blocks
 from slipway_runtime.worker.logprobs import prompt_tiles, score_prompts
 from slipway_runtime.worker.out_of_memory import step_out_of_memory
 from slipway_runtime.worker.pooling import Pooler
-from slipway_runtime.worker.sampler import Masks, Sampler, kept_logprobs, kept_tokens
+from slipway_runtime.worker.sampler import Masks, Sampler, invalid_rows, kept_logprobs, kept_tokens
 
 PendingStep = Callable[[], StepResult]  # waits for the samples of a launched step
 
@@ -211,7 +211,10 @@ class Runner:
             self._read.append((row_ids, positions, samples.token_ids))
             token_ids = kept_tokens(plan, samples.token_ids.tolist())
             return StepResult(
-                step=plan.step, token_ids=token_ids, logprobs=kept_logprobs(plan, samples.logprobs, token_ids)
+                step=plan.step,
+                token_ids=token_ids,
+                logprobs=kept_logprobs(plan, samples.logprobs, token_ids),
+                invalid=invalid_rows(plan, samples.valid, token_ids),
             )
 
         return read

@@ -3,6 +3,9 @@
 The order is fixed: grammar bitmask, logit_bias, min_tokens, penalties, temperature, min-p, top-k, top-p, sample.
 Logprobs are computed after the bitmask and before all the rest.
 
+The largest logit of each row is read before any of that. If it is NaN or infinite, the model computed no answer, and
+the sample is marked as invalid.
+
 Draft tokens (speculative decoding) are accepted if the row samples the same token. A sample is a function of the
 logits, the seed and the position: a row with K draft tokens samples K + 1 times, each with the key of its position, as
 if all drafts before it were accepted. The first sample that differs from its draft is kept too, and ends the row's
@@ -34,6 +37,7 @@ class SampledTokens:
     """The tokens of D samples, and their logprobs."""
 
     token_ids: Ints  # (D,)
+    valid: npt.NDArray[np.bool_]  # (D,) whether the logits were finite
     logprobs: tuple[TokenLogprobs | None, ...] = ()  # (D,), None for rows that did not request them; empty: no row did
 
 
@@ -57,27 +61,28 @@ class Sampler:
     def __call__(self, logits: Tensor, row_ids: Ints, positions: Ints, masks: Masks = lambda: None) -> PendingSamples:
         """Sample one token per row of logits. logits: (D, V), overwritten; `positions` of `row_ids` get the tokens."""
         rows = self._rows
+        largest = logits.amax(dim=-1)  # NaN if any logit of the row is NaN
         if rows.plain[row_ids].all():
-            return _without_logprobs(logits.argmax(dim=-1))
+            return _without_logprobs(logits.argmax(dim=-1), largest)
         if (bound := rows.bound[row_ids]).any():
             apply_masks(logits, masks(), bound, row_ids, self._eos, self._kernels)
         asked = np.flatnonzero(rows.logprobs[row_ids] >= 0)
         if not len(asked):
-            return _without_logprobs(self._sample(self._change(logits, row_ids, positions), row_ids, positions))
+            return _without_logprobs(self._sample(self._change(logits, row_ids, positions), row_ids, positions), largest)
         (where,) = upload((asked,), logits.device)
         raw = logits.index_select(0, where)  # a copy
         tokens = self._sample(self._change(logits, row_ids, positions), row_ids, positions)
         counts = rows.logprobs[row_ids[asked]]
         scored = score(raw, tokens.index_select(0, where), int(counts.max()))
         tokens = tokens.to(torch.int32)
-        copy = Download((*scored, tokens), tokens.device)
+        copy = Download((*scored, tokens, largest), tokens.device)
 
         def read() -> SampledTokens:
-            *scores, token_ids = copy.arrays()
+            *scores, token_ids, best = copy.arrays()
             logprobs: list[TokenLogprobs | None] = [None] * len(row_ids)
             for place, one in zip(asked, as_logprobs(token_ids[asked], scores, counts), strict=True):
                 logprobs[place] = one
-            return SampledTokens(token_ids, tuple(logprobs))
+            return SampledTokens(token_ids, np.isfinite(best), tuple(logprobs))
 
         return PendingSamples(tokens, read)
 
@@ -164,10 +169,15 @@ class Sampler:
         self._kernels.penalize_rows(logits, where, counts, which, *on_device)
 
 
-def _without_logprobs(token_ids: Tensor) -> PendingSamples:
+def _without_logprobs(token_ids: Tensor, largest: Tensor) -> PendingSamples:
     tokens = token_ids.to(torch.int32)
-    copy = Download((tokens,), tokens.device)
-    return PendingSamples(tokens, lambda: SampledTokens(copy.arrays()[0]))
+    copy = Download((tokens, largest), tokens.device)
+
+    def read() -> SampledTokens:
+        read_tokens, best = copy.arrays()
+        return SampledTokens(read_tokens, np.isfinite(best))
+
+    return PendingSamples(tokens, read)
 
 
 def _pairs(pairs: list[tuple[int, int]]) -> tuple[Ints, Ints]:
@@ -225,6 +235,21 @@ def kept_logprobs(
     first = 0
     for index, kept in enumerate(token_ids):
         result.append(tuple([one for one in logprobs[first : first + len(kept)] if one is not None]))
+        if plan.samples[index]:
+            first += 1 + (len(plan.drafts[index]) if plan.drafts else 0)
+    return tuple(result)
+
+
+def invalid_rows(
+    plan: SchedulerOutput, valid: npt.NDArray[np.bool_], token_ids: tuple[tuple[int, ...], ...]
+) -> tuple[int, ...]:
+    """Rows of the plan with a kept token from logits that were not finite. valid: of all samples, in order."""
+    if valid.all():
+        return ()
+    result, first = [], 0
+    for index, kept in enumerate(token_ids):
+        if not valid[first : first + len(kept)].all():
+            result.append(index)
         if plan.samples[index]:
             first += 1 + (len(plan.drafts[index]) if plan.drafts else 0)
     return tuple(result)

@@ -8,9 +8,9 @@ from slipway_api.rollout_spec import RolloutStrategy
 from slipway_operator.core.actions import DrainPod
 from slipway_operator.core.health import GONE_AFTER
 from slipway_operator.core.observed import Observed
-from slipway_operator.core.service.drain import GRACE_AFTER_DRAIN_SECONDS
 from slipway_operator.core.service.plan import Plan
-from slipway_operator.core.service.replicas import SCALING_DOWN
+from slipway_operator.core.service.replicas.assign import SCALING_DOWN
+from slipway_operator.core.service.replicas.drain import GRACE_AFTER_DRAIN_SECONDS
 from tests.builders import UID
 
 if TYPE_CHECKING:

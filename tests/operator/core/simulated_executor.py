@@ -27,7 +27,7 @@ from slipway_operator.core.observed import (
     StoredRevision,
 )
 from slipway_operator.core.service.plan import plan
-from slipway_operator.core.service.replicas import FIRST_BACKOFF
+from slipway_operator.core.service.replicas.assign import FIRST_BACKOFF
 from tests.builders import UID
 from tests.operator.core import laws
 from tests.operator.core.simulated_pod import SimulatedPod

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from slipway_api.inference_service import Profile
 from slipway_operator.core.profiles import apply_profile
-from slipway_operator.core.service.revision import load_revisions, resolve
+from slipway_operator.core.service.rollout.revision import load_revisions, resolve
 from tests.builders import IMAGE, a_service, stored
 
 

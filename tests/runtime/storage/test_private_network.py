@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from e2e.cluster.pki import Authority
-from slipway_operator.core.service import model_access
+from slipway_operator.core.service.model import model_access
 from tests.builders import a_service
 from tests.runtime.storage.hub import a_hub
 from tests.runtime.storage.origin import Origin, a_model, an_origin

@@ -15,7 +15,7 @@ from slipway_operator.core.actions import ABSENT, ApplyChild, DeleteChild
 from slipway_operator.core.adapter.observed import AttachedAdapter
 from slipway_operator.core.observed import Network
 from slipway_operator.core.service.adapters import boot_list, config_map_name
-from slipway_operator.core.service.revision import owner_reference
+from slipway_operator.core.service.rollout.revision import owner_reference
 
 NAMESPACE_NAME: Final = "kubernetes.io/metadata.name"  # a label that the API server sets on every namespace
 

@@ -31,31 +31,32 @@ from slipway_operator.core.actions import (
 from slipway_operator.core.health import GONE_AFTER, Limits, Member, Stage, judge, next_change
 from slipway_operator.core.observed import Observed, PastRecommendation, ScalingMemory
 from slipway_operator.core.scaling.target import find_target
-from slipway_operator.core.service import disruption, rollout
-from slipway_operator.core.service.access import port_access
-from slipway_operator.core.service.accounting import NOT_ACCOUNTED, Accounting, account
 from slipway_operator.core.service.children import children
-from slipway_operator.core.service.drain import DrainRules, drain_replica
-from slipway_operator.core.service.events import find_events, find_warnings, ready_names
-from slipway_operator.core.service.fit import check_fit
-from slipway_operator.core.service.hub_facts import ask_hub, hold_until, known_facts, with_known_shape
-from slipway_operator.core.service.invalid import invalid_status
-from slipway_operator.core.service.model_cache import decide_cache, find_refusal
-from slipway_operator.core.service.pod import build_pod, pod_name
-from slipway_operator.core.service.problems import find_capacity_shortage
-from slipway_operator.core.service.replicas import Assignment, assign, unhealthy_to_replace
-from slipway_operator.core.service.revision import (
+from slipway_operator.core.service.model.fit import check_fit
+from slipway_operator.core.service.model.hub_facts import ask_hub, hold_until, known_facts, with_known_shape
+from slipway_operator.core.service.model.model_cache import decide_cache, find_refusal
+from slipway_operator.core.service.replicas import disruption
+from slipway_operator.core.service.replicas.access import port_access
+from slipway_operator.core.service.replicas.assign import Assignment, assign, unhealthy_to_replace
+from slipway_operator.core.service.replicas.drain import DrainRules, drain_replica
+from slipway_operator.core.service.replicas.pod import build_pod, pod_name
+from slipway_operator.core.service.replicas.undrain import take_back
+from slipway_operator.core.service.rollout import steps as rollout
+from slipway_operator.core.service.rollout.revision import (
     Revision,
     create_revision,
     delete_revisions,
     load_revisions,
 )
-from slipway_operator.core.service.rollout import RolloutStep
-from slipway_operator.core.service.status import Decided, build_status, deletion_status, progress_deadline
-from slipway_operator.core.service.strategy import decide_rollout
-from slipway_operator.core.service.target import Target, choose_target
-from slipway_operator.core.service.undrain import take_back
-from slipway_operator.core.service.upgrade import choose_revision
+from slipway_operator.core.service.rollout.steps import RolloutStep
+from slipway_operator.core.service.rollout.strategy import decide_rollout
+from slipway_operator.core.service.rollout.target import Target, choose_target
+from slipway_operator.core.service.rollout.upgrade import choose_revision
+from slipway_operator.core.service.status.accounting import NOT_ACCOUNTED, Accounting, account
+from slipway_operator.core.service.status.conditions import Decided, build_status, deletion_status, progress_deadline
+from slipway_operator.core.service.status.events import find_events, find_warnings, ready_names
+from slipway_operator.core.service.status.invalid import invalid_status
+from slipway_operator.core.service.status.problems import find_capacity_shortage
 from slipway_operator.core.warm_pool.claim import Claims, describe_wait, load_claimed, wait_events
 from slipway_operator.core.warm_pool.give_back import DELETION, Returns
 

@@ -24,10 +24,10 @@ from slipway_api.runtime_api import LoadModelRequest, ReadyReason
 from slipway_operator.core.actions import ClaimPod, CreatePod, Event, LoadModel, Steps
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
-from slipway_operator.core.service.access import PortAccess, gateway_digests, serving_digests
-from slipway_operator.core.service.pod import build_pod, model_spec
-from slipway_operator.core.service.replicas import Creation
-from slipway_operator.core.service.revision import Revision, owner_reference
+from slipway_operator.core.service.replicas.access import PortAccess, gateway_digests, serving_digests
+from slipway_operator.core.service.replicas.assign import Creation
+from slipway_operator.core.service.replicas.pod import build_pod, model_spec
+from slipway_operator.core.service.rollout.revision import Revision, owner_reference
 from slipway_operator.core.warm_pool.shape import differing_parts, has_model, shape_of_service
 from slipway_operator.core.warm_pool.supply import CLAIMABLE, WarmPod
 

@@ -27,7 +27,7 @@ from slipway_api.warm_pool import WarmPool
 from slipway_operator.core.actions import DeletePod, ReturnPod, Steps
 from slipway_operator.core.health import is_cordoned, is_lost
 from slipway_operator.core.observed import Observed, Replica
-from slipway_operator.core.service.replicas import SCALING_DOWN
+from slipway_operator.core.service.replicas.assign import SCALING_DOWN
 from slipway_operator.core.warm_pool.autosize import wanted_size
 from slipway_operator.core.warm_pool.pod import pool_owner, waiting_metadata
 from slipway_operator.core.warm_pool.shape import differing_parts, shape_of_pool

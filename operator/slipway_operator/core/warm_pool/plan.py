@@ -18,8 +18,8 @@ from slipway_api.warm_pool import WarmPoolStatus
 from slipway_api.warm_pool_conditions import PoolEvent
 from slipway_operator.core.actions import Action, CreatePod, DeletePod, Event, earliest
 from slipway_operator.core.health import is_cordoned, is_lost
-from slipway_operator.core.service.access import PortAccess, derive_nonce
-from slipway_operator.core.service.replicas import backoff
+from slipway_operator.core.service.replicas.access import PortAccess, derive_nonce
+from slipway_operator.core.service.replicas.assign import backoff
 from slipway_operator.core.warm_pool.autosize import Size, wanted_size
 from slipway_operator.core.warm_pool.observed import Backoff, ObservedPool, PoolPod
 from slipway_operator.core.warm_pool.pod import build_pool_pod, pool_pod_name

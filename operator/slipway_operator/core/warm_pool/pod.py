@@ -15,9 +15,9 @@ from typing import Any, Final
 from slipway_api import names
 from slipway_api.warm_pool import WarmLevel, WarmPool
 from slipway_operator.core.observed import NONROOT, NodeCache, PodUser
-from slipway_operator.core.service.access import PortAccess
-from slipway_operator.core.service.pod import arguments, build_pod
-from slipway_operator.core.service.revision import Revision
+from slipway_operator.core.service.replicas.access import PortAccess
+from slipway_operator.core.service.replicas.pod import arguments, build_pod
+from slipway_operator.core.service.rollout.revision import Revision
 from slipway_operator.core.warm_pool.shape import Shape, write_shape
 from slipway_operator.core.warm_pool.stand_in import stand_in_service
 

@@ -16,9 +16,9 @@ from slipway_api.inference_service import InferenceService, Resources
 from slipway_api.overlay import ContainerOverlay, PodOverlay, Template
 from slipway_api.runtime_api import CLAIMED_FIELDS
 from slipway_api.warm_pool import WarmLevel, WarmPool
-from slipway_operator.core.service import model_access
-from slipway_operator.core.service.pod import model_spec
-from slipway_operator.core.service.revision import Revision
+from slipway_operator.core.service.model import model_access
+from slipway_operator.core.service.replicas.pod import model_spec
+from slipway_operator.core.service.rollout.revision import Revision
 from slipway_operator.core.warm_pool.stand_in import stand_in_service
 
 PARTS: Final = ("image", "resources", "environment", "volumes", "placement", "security", "arguments", "secrets")

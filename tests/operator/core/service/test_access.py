@@ -7,9 +7,9 @@ import pytest
 from slipway_api.inference_service import DirectAccess
 from slipway_operator.core.actions import CreatePod
 from slipway_operator.core.observed import Observed
-from slipway_operator.core.service.access import port_access, with_recorded_access
 from slipway_operator.core.service.plan import plan
-from slipway_operator.core.service.revision import load_revisions, resolve
+from slipway_operator.core.service.replicas.access import port_access, with_recorded_access
+from slipway_operator.core.service.rollout.revision import load_revisions, resolve
 from tests.builders import IMAGE, T0, a_service, seen, stored
 
 CLOSED = {"routing": {"directAccess": "GatewayOnly"}}

@@ -11,7 +11,7 @@ from slipway_api.lora_adapter import PlacementMode
 from slipway_api.runtime_api import BootList
 from slipway_operator.core.service.children import children
 from slipway_operator.core.service.plan import plan
-from slipway_operator.core.service.revision import inputs
+from slipway_operator.core.service.rollout.revision import inputs
 from tests.builders import T0, a_pod, a_service, an_attached_adapter, promised, seen
 
 ROOM = {"lora": {"maxAdapters": 2}}

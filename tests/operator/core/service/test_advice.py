@@ -7,8 +7,8 @@ import pytest
 from slipway_api.conditions import EventReason
 from slipway_api.runtime_api import StartupTimes
 from slipway_operator.core.observed import Capacity, Sample
-from slipway_operator.core.service.advice import find_advice
 from slipway_operator.core.service.plan import plan
+from slipway_operator.core.service.status.advice import find_advice
 from tests.builders import T0, a_pod, a_service, promised, seen
 
 PINNED = {"gpu": {"count": 1, "product": "NVIDIA-H100-80GB-HBM3"}}

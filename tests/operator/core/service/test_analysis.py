@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from slipway_api.gateway_api import OUTCOME_BUCKETS
 from slipway_api.rollout_spec import Analysis, AnalysisMetric
 from slipway_operator.core.observed import Outcomes
-from slipway_operator.core.service.analysis import Verdict, compare, describe, overall, quantile
-from slipway_operator.core.service.sequential import Share, is_above, is_above_other
+from slipway_operator.core.service.rollout.analysis import Verdict, compare, describe, overall, quantile
+from slipway_operator.core.service.rollout.sequential import Share, is_above, is_above_other
 
 PASSED, FAILED, INCONCLUSIVE = Verdict.PASSED, Verdict.FAILED, Verdict.INCONCLUSIVE
 ERRORS = AnalysisMetric.model_validate({"type": "ErrorRate", "max": "0.01"})

@@ -10,11 +10,12 @@ from slipway_api.rollout_spec import Canary, Gates
 from slipway_operator.core.actions import SmokeResult
 from slipway_operator.core.health import judge
 from slipway_operator.core.observed import Outcomes
-from slipway_operator.core.service import canary, rollout
-from slipway_operator.core.service.canary import Replicas
-from slipway_operator.core.service.gates import check_gates
-from slipway_operator.core.service.revision import Revision
-from slipway_operator.core.service.target import choose_target
+from slipway_operator.core.service.rollout import canary
+from slipway_operator.core.service.rollout import steps as rollout
+from slipway_operator.core.service.rollout.canary import Replicas
+from slipway_operator.core.service.rollout.gates import check_gates
+from slipway_operator.core.service.rollout.revision import Revision
+from slipway_operator.core.service.rollout.target import choose_target
 from tests.builders import T0, a_pod, a_service, minutes, seconds
 from tests.operator.core.service.test_analysis import outcomes
 

@@ -7,7 +7,7 @@ import pytest
 
 from slipway_api.slo import CostStatus
 from slipway_operator.core.observed import CostMark
-from slipway_operator.core.service.cost import MARK_EVERY, add_mark, cost_status, measure_cost
+from slipway_operator.core.service.status.cost import MARK_EVERY, add_mark, cost_status, measure_cost
 from tests.builders import T0, a_service, minutes
 
 PRICE = {"gpuHourCost": "2.50", "currency": "EUR"}

@@ -3,7 +3,7 @@
 import pytest
 
 from slipway_operator.core.actions import DeletePod, DrainPod
-from slipway_operator.core.service.drain import DrainRules, drain_replica
+from slipway_operator.core.service.replicas.drain import DrainRules, drain_replica
 from tests.builders import T0, a_pod, seconds
 
 RULES = DrainRules(timeout=seconds(300), propagation=seconds(5))

@@ -10,9 +10,9 @@ from slipway_api.conditions import ConditionStatus, find_condition
 from slipway_api.memory import DoesNotFit, Fits, activation_bytes, footprint
 from slipway_api.runtime_spec import Dtype
 from slipway_operator.core.actions import CreatePod
-from slipway_operator.core.service.fit import check_fit, model_shape, needs_of, planned_dtype
+from slipway_operator.core.service.model.fit import check_fit, model_shape, needs_of, planned_dtype
 from slipway_operator.core.service.plan import plan
-from slipway_operator.core.service.revision import resolve
+from slipway_operator.core.service.rollout.revision import resolve
 from tests.builders import IMAGE, T0, a_pod, a_service, edited, promised, seen, stored
 
 LLAMA_8B = {"layers": 32, "hiddenSize": 4096, "heads": 32, "kvHeads": 8, "parameters": 8_030_261_248}

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from slipway_api.rollout_spec import Gates, GoldenGate
 from slipway_operator.core.actions import GoldenTest, SmokeResult
 from slipway_operator.core.health import judge as judge_health
-from slipway_operator.core.service.gates import MOST_ERRORS, check_gates
-from slipway_operator.core.service.golden import (
+from slipway_operator.core.service.rollout.gates import MOST_ERRORS, check_gates
+from slipway_operator.core.service.rollout.golden import (
     MOST_PROMPTS,
     GoldenError,
     GoldenPrompt,

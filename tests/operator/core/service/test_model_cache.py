@@ -11,11 +11,11 @@ from slipway_api.inference_service import InferenceService
 from slipway_operator.core.actions import CreatePod, DeletePod
 from slipway_operator.core.observed import Failure, NodeCache
 from slipway_operator.core.pulls import PullNode, PullPod, PullsSeen
-from slipway_operator.core.service.access import PortAccess
+from slipway_operator.core.service.model.pull_nodes import nodes_for
+from slipway_operator.core.service.model.pulls import pull_digest
 from slipway_operator.core.service.plan import Plan, plan
-from slipway_operator.core.service.pod import build_pod
-from slipway_operator.core.service.pull_nodes import nodes_for
-from slipway_operator.core.service.pulls import pull_digest
+from slipway_operator.core.service.replicas.access import PortAccess
+from slipway_operator.core.service.replicas.pod import build_pod
 from slipway_operator.core.warm_pool.shape import shape_of_service
 from tests.builders import DEFAULTS, T0, APod, a_pod, a_service, edited, promised, revision_of, seconds, seen
 

@@ -7,8 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slipway_api.runtime_api import ModelSpec
-from slipway_operator.core.service.pod import arguments, model_spec
-from slipway_operator.core.service.revision import Revision
+from slipway_operator.core.service.replicas.pod import arguments, model_spec
+from slipway_operator.core.service.rollout.revision import Revision
 from slipway_runtime.command_line import parse_arguments, serve_settings
 from slipway_runtime.settings import RuntimeSettings
 from tests.builders import a_service

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from slipway_operator.core.service.access import PortAccess
-from slipway_operator.core.service.pod import build_pod
-from slipway_operator.core.service.revision import Revision
+from slipway_operator.core.service.replicas.access import PortAccess
+from slipway_operator.core.service.replicas.pod import build_pod
+from slipway_operator.core.service.rollout.revision import Revision
 from tests.builders import UID, a_service
 
 REVISION = Revision("bcdfghjklm", "slipway/runtime:1")

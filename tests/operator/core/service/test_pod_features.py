@@ -5,9 +5,9 @@ import shlex
 
 import pytest
 
-from slipway_operator.core.service.access import PortAccess
-from slipway_operator.core.service.pod import arguments, build_pod
-from slipway_operator.core.service.revision import Revision
+from slipway_operator.core.service.replicas.access import PortAccess
+from slipway_operator.core.service.replicas.pod import arguments, build_pod
+from slipway_operator.core.service.rollout.revision import Revision
 from slipway_runtime.command_line import parse_arguments, serve_settings
 from slipway_runtime.settings import RuntimeSettings
 from tests.builders import a_service

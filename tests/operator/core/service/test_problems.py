@@ -8,7 +8,7 @@ from slipway_api.conditions import ConditionStatus, find_condition
 from slipway_operator.core.health import Member, Stage
 from slipway_operator.core.observed import Capacity, Node
 from slipway_operator.core.service.plan import plan
-from slipway_operator.core.service.problems import describe_stage
+from slipway_operator.core.service.status.problems import describe_stage
 from tests.builders import T0, APod, a_pod, a_service, edited, minutes, promised, seen
 from tests.operator.core.simulated_cluster import SimulatedCluster
 

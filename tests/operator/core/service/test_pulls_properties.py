@@ -11,7 +11,7 @@ from slipway_api import names
 from slipway_operator.core.actions import CreatePod, DeletePod
 from slipway_operator.core.observed import NodeCache
 from slipway_operator.core.pulls import PullNode, PullPod, PullsSeen
-from slipway_operator.core.service.pulls import plan_pulls
+from slipway_operator.core.service.model.pulls import plan_pulls
 from tests.builders import DEFAULTS, T0, a_service, promised, revision_of, seen
 
 NODES = [f"node-{number}" for number in range(6)]

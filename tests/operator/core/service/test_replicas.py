@@ -5,8 +5,8 @@ import pytest
 from slipway_api.inference_status import AttemptStatus
 from slipway_operator.core.health import Limits, Stage, judge, stage
 from slipway_operator.core.observed import Node
-from slipway_operator.core.service.replicas import assign, backoff, unhealthy_to_replace
-from slipway_operator.core.service.revision import Revision
+from slipway_operator.core.service.replicas.assign import assign, backoff, unhealthy_to_replace
+from slipway_operator.core.service.rollout.revision import Revision
 from tests.builders import IMAGE, T0, a_pod, minutes, seconds
 
 REVISION = Revision("rrrrr22222", IMAGE)

@@ -6,10 +6,10 @@ import pytest
 
 from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import InferenceServiceStatus, RevisionStatus
-from slipway_operator.core.service import revision
-from slipway_operator.core.service.access import PortAccess
-from slipway_operator.core.service.pod import build_pod
-from slipway_operator.core.service.revision import (
+from slipway_operator.core.service.replicas.access import PortAccess
+from slipway_operator.core.service.replicas.pod import build_pod
+from slipway_operator.core.service.rollout import revision
+from slipway_operator.core.service.rollout.revision import (
     create_revision,
     delete_revisions,
     digest,

@@ -5,7 +5,7 @@ import pytest
 from slipway_api.rollout_spec import RollingUpdate
 from slipway_operator.core.health import judge
 from slipway_operator.core.observed import Node
-from slipway_operator.core.service import rollout
+from slipway_operator.core.service.rollout import steps as rollout
 from tests.builders import T0, a_pod, a_service, edited, minutes, seconds
 from tests.operator.core.simulated_cluster import SimulatedCluster
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from slipway_api.gateway_api import OUTCOME_BUCKETS
 from slipway_api.slo import MOST_PERIODS, SLO, SLOPeriod
 from slipway_operator.core.observed import Outcomes
-from slipway_operator.core.service.slo import (
+from slipway_operator.core.service.status.slo import (
     BURN_WINDOWS,
     Counts,
     Level,

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 
 from slipway_api.slo import SLOPeriod, SLOStatus
-from slipway_operator.core.service.slo import sum_periods
+from slipway_operator.core.service.status.slo import sum_periods
 from tests.builders import a_service, edited
 from tests.operator.core.service.rollouts import NEW, annotate, canary, until
 from tests.operator.core.simulated_cluster import SimulatedCluster

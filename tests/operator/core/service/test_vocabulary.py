@@ -17,8 +17,8 @@ from slipway_api.slo import SLOPeriod, SLOStatus
 from slipway_api.vocabulary import CONDITIONS, EVENTS, LIMITS
 from slipway_operator.core.observed import Failure
 from slipway_operator.core.pulls import PullPod, PullsSeen
+from slipway_operator.core.service.model.pulls import pull_digest
 from slipway_operator.core.service.plan import Plan, plan
-from slipway_operator.core.service.pulls import pull_digest
 from slipway_operator.core.warm_pool.shape import shape_of_service, write_shape
 from slipway_operator.core.warm_pool.supply import WarmPod, WarmSupply
 from tests.builders import T0, APod, a_pod, a_service, an_attached_adapter, edited, minutes, promised, revision_of, seen

@@ -8,7 +8,7 @@ from typing import Any
 from slipway_api import names
 from slipway_api.warm_pool import WarmPool, WarmPoolStatus
 from slipway_operator.core.observed import Node, Replica, Sample
-from slipway_operator.core.service.access import PortAccess
+from slipway_operator.core.service.replicas.access import PortAccess
 from slipway_operator.core.warm_pool.observed import HungryReplica, ObservedPool, PoolPod
 from slipway_operator.core.warm_pool.pod import build_pool_pod
 from slipway_operator.core.warm_pool.shape import shape_of_pool, write_shape

@@ -10,9 +10,9 @@ from slipway_api.warm_pool import WarmPool
 from slipway_api.warm_pool_conditions import PoolEvent
 from slipway_operator.core.actions import ClaimPod, CreatePod, DeletePod, LoadModel
 from slipway_operator.core.observed import Sample
-from slipway_operator.core.service.access import PortAccess
 from slipway_operator.core.service.plan import plan as plan_service
-from slipway_operator.core.service.pod import model_spec
+from slipway_operator.core.service.replicas.access import PortAccess
+from slipway_operator.core.service.replicas.pod import model_spec
 from slipway_operator.core.warm_pool.claim import load_request
 from slipway_operator.core.warm_pool.plan import plan
 from slipway_operator.core.warm_pool.pod import build_pool_pod

@@ -12,9 +12,9 @@ from slipway_api.warm_pool import PoolUse, WarmPoolStatus
 from slipway_api.warm_pool_conditions import CONDITIONS, EVENTS, PoolEvent
 from slipway_operator.core.actions import CreatePod, DeletePod, Failure
 from slipway_operator.core.observed import Node
-from slipway_operator.core.service.access import PortAccess
-from slipway_operator.core.service.pod import build_pod
-from slipway_operator.core.service.revision import Revision
+from slipway_operator.core.service.replicas.access import PortAccess
+from slipway_operator.core.service.replicas.pod import build_pod
+from slipway_operator.core.service.rollout.revision import Revision
 from slipway_operator.core.warm_pool.autosize import wanted_size
 from slipway_operator.core.warm_pool.observed import HungryReplica
 from slipway_operator.core.warm_pool.plan import PoolPlan, plan

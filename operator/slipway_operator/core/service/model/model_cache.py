@@ -24,8 +24,8 @@ from slipway_operator.core.actions import Event, Failure, Steps
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Defaults, Observed
 from slipway_operator.core.pulls import PullPod
-from slipway_operator.core.service.pulls import Pulls, is_pull, plan_pulls
-from slipway_operator.core.service.revision import Revision
+from slipway_operator.core.service.model.pulls import Pulls, is_pull, plan_pulls
+from slipway_operator.core.service.rollout.revision import Revision
 
 NAMES_SHOWN: Final = 3
 GIB: Final = 1 << 30

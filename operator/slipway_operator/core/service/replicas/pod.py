@@ -15,11 +15,12 @@ from slipway_api.overlay import ContainerOverlay, PodOverlay
 from slipway_api.runtime_api import ModelSpec
 from slipway_api.runtime_spec import SpeculationMethod
 from slipway_operator.core.observed import NONROOT, NodeCache, PodUser
-from slipway_operator.core.service import adapters, model_access
-from slipway_operator.core.service.access import PortAccess
-from slipway_operator.core.service.disruption import startup_annotations
-from slipway_operator.core.service.drain import GRACE_AFTER_DRAIN_SECONDS
-from slipway_operator.core.service.revision import Revision, owner_reference
+from slipway_operator.core.service import adapters
+from slipway_operator.core.service.model import model_access
+from slipway_operator.core.service.replicas.access import PortAccess
+from slipway_operator.core.service.replicas.disruption import startup_annotations
+from slipway_operator.core.service.replicas.drain import GRACE_AFTER_DRAIN_SECONDS
+from slipway_operator.core.service.rollout.revision import Revision, owner_reference
 
 PREFERRED: Final = "preferredDuringSchedulingIgnoredDuringExecution"
 GPU_PRODUCT_LABEL: Final = "nvidia.com/gpu.product"

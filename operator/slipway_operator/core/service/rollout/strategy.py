@@ -24,12 +24,13 @@ from slipway_api.rollout_spec import Rollout, RolloutStrategy
 from slipway_operator.core.actions import AskSmokeTests, Event, earliest
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
-from slipway_operator.core.service import canary, rollout
-from slipway_operator.core.service.canary import Progress, Replicas
-from slipway_operator.core.service.gates import GATE_PASSED, GateState, check_gates, describe_gates, is_gated
-from slipway_operator.core.service.rollout import Revisions, RolloutStep
-from slipway_operator.core.service.slo_status import exhausted_budget
-from slipway_operator.core.service.target import Target
+from slipway_operator.core.service.rollout import canary
+from slipway_operator.core.service.rollout import steps as rollout
+from slipway_operator.core.service.rollout.canary import Progress, Replicas
+from slipway_operator.core.service.rollout.gates import GATE_PASSED, GateState, check_gates, describe_gates, is_gated
+from slipway_operator.core.service.rollout.steps import Revisions, RolloutStep
+from slipway_operator.core.service.rollout.target import Target
+from slipway_operator.core.service.status.slo_status import exhausted_budget
 
 KEEP_BLUE: Final = timedelta(seconds=30)  # the old set serves again at once where the new one fails in this time
 

@@ -26,8 +26,8 @@ from slipway_api.inference_status import CanaryMetricStatus, CanaryStatus
 from slipway_api.rollout_spec import Canary, CanaryStep
 from slipway_operator.core.actions import Event
 from slipway_operator.core.observed import Outcomes, OutcomesSince
-from slipway_operator.core.service import analysis
-from slipway_operator.core.service.analysis import Verdict
+from slipway_operator.core.service.rollout import analysis
+from slipway_operator.core.service.rollout.analysis import Verdict
 
 CanaryCondition = tuple[ConditionStatus, Reason, str]
 

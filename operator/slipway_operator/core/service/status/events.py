@@ -15,11 +15,11 @@ from slipway_api.names import STATE_DRAINING
 from slipway_operator.core.actions import Event
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed, Replica
-from slipway_operator.core.service.advice import find_advice, find_load_advice
-from slipway_operator.core.service.problems import describe_replica
-from slipway_operator.core.service.scaling_status import scaling_events
-from slipway_operator.core.service.status import Decided
-from slipway_operator.core.service.suspension import find_suspension_events, is_suspended
+from slipway_operator.core.service.replicas.suspension import find_suspension_events, is_suspended
+from slipway_operator.core.service.status.advice import find_advice, find_load_advice
+from slipway_operator.core.service.status.conditions import Decided
+from slipway_operator.core.service.status.problems import describe_replica
+from slipway_operator.core.service.status.scaling_status import scaling_events
 
 
 def find_events(observed: Observed, after: InferenceServiceStatus, decided: Decided) -> tuple[Event, ...]:

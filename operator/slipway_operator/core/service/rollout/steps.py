@@ -25,8 +25,8 @@ from slipway_api.names import STATE_DRAINING
 from slipway_api.rollout_spec import RollingUpdate
 from slipway_operator.core.health import Member, Stage, cheapest_to_lose
 from slipway_operator.core.observed import Node
-from slipway_operator.core.service.problems import describe_stage
-from slipway_operator.core.service.replicas import SCALING_DOWN
+from slipway_operator.core.service.replicas.assign import SCALING_DOWN
+from slipway_operator.core.service.status.problems import describe_stage
 
 REPLACED: Final = "another revision replaces it"
 

@@ -25,9 +25,9 @@ from slipway_api.names import STATE_DRAINING
 from slipway_operator.core.actions import Event, earliest
 from slipway_operator.core.health import Member, Stage, cheapest_to_lose
 from slipway_operator.core.observed import Node, Replica
-from slipway_operator.core.service.pod import pod_name
-from slipway_operator.core.service.problems import describe_stage
-from slipway_operator.core.service.revision import Revision
+from slipway_operator.core.service.replicas.pod import pod_name
+from slipway_operator.core.service.rollout.revision import Revision
+from slipway_operator.core.service.status.problems import describe_stage
 
 FIRST_BACKOFF: Final = timedelta(seconds=10)
 LONGEST_BACKOFF: Final = timedelta(seconds=300)

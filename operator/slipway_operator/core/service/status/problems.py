@@ -34,11 +34,11 @@ from slipway_api.memory import DoesNotFit
 from slipway_api.runtime_api import ReadyReason
 from slipway_operator.core.health import Member, Stage
 from slipway_operator.core.observed import Failure, Observed, Replica
-from slipway_operator.core.service import model_access
-from slipway_operator.core.service.fit import check_fit
-from slipway_operator.core.service.model_cache import describe_forbidden, find_refusal
-from slipway_operator.core.service.pulls import is_pull
-from slipway_operator.core.service.revision import Revision
+from slipway_operator.core.service.model import model_access
+from slipway_operator.core.service.model.fit import check_fit
+from slipway_operator.core.service.model.model_cache import describe_forbidden, find_refusal
+from slipway_operator.core.service.model.pulls import is_pull
+from slipway_operator.core.service.rollout.revision import Revision
 
 CRASHES_UNTIL_STALLED: Final = 3  # two restarts may be a slow node; three are a pattern
 PROBLEMS_SHOWN: Final = 3

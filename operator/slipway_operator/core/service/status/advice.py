@@ -14,7 +14,7 @@ from slipway_api.inference_status import InferenceServiceStatus
 from slipway_api.memory import utilization_warning
 from slipway_operator.core.actions import Event
 from slipway_operator.core.health import Member
-from slipway_operator.core.service.performance import newest_cold_start
+from slipway_operator.core.service.status.performance import newest_cold_start
 
 SLOW_TOKEN_SECONDS: Final = 0.1  # between two tokens; twice what a reader notices
 _SHARED_RESOURCE: Final = ".shared"  # nvidia.com/gpu.shared: time slices, named so by the device plugin

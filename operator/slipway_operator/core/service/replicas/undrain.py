@@ -26,7 +26,7 @@ from slipway_api.names import STATE_DRAINING
 from slipway_operator.core.actions import Steps, UndrainPod
 from slipway_operator.core.health import Limits, Member, Stage, is_cordoned
 from slipway_operator.core.observed import Node, Replica
-from slipway_operator.core.service.replicas import SCALING_DOWN
+from slipway_operator.core.service.replicas.assign import SCALING_DOWN
 
 TAKE_BACK_WITHIN: Final = timedelta(seconds=60)
 PATIENCE: Final = timedelta(seconds=10)

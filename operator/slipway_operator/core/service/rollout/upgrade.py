@@ -20,7 +20,7 @@ from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import PendingUpgrade
 from slipway_api.upgrade_spec import UpgradePolicy, UpgradeWindow
 from slipway_operator.core.scaling.schedules import starts_around
-from slipway_operator.core.service.revision import Revision, is_upgrade, resolve, upgraded
+from slipway_operator.core.service.rollout.revision import Revision, is_upgrade, resolve, upgraded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

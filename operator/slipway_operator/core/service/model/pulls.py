@@ -26,11 +26,11 @@ from slipway_api.model_source import CachePolicy
 from slipway_operator.core.actions import CreatePod, DeletePod, Steps
 from slipway_operator.core.observed import NodeCache, Observed
 from slipway_operator.core.pulls import PullNode, PullPod
-from slipway_operator.core.service import model_access
-from slipway_operator.core.service.access import PortAccess
-from slipway_operator.core.service.pod import build_pod
-from slipway_operator.core.service.pull_nodes import nodes_for, pull_tolerations
-from slipway_operator.core.service.revision import Revision, owner_reference
+from slipway_operator.core.service.model import model_access
+from slipway_operator.core.service.model.pull_nodes import nodes_for, pull_tolerations
+from slipway_operator.core.service.replicas.access import PortAccess
+from slipway_operator.core.service.replicas.pod import build_pod
+from slipway_operator.core.service.rollout.revision import Revision, owner_reference
 
 CLAIM: Final = PullNode(name="")  # in place of a node: a claim that all nodes share
 FAILED_POD_STAYS: Final = timedelta(seconds=60)  # evicted, or refused by its node: no busy loop

@@ -25,8 +25,8 @@ from slipway_api.conditions import Condition, ConditionStatus, ConditionType, Re
 from slipway_api.inference_service import InferenceService
 from slipway_api.slo import SLO, SLOStatus
 from slipway_operator.core.observed import AccountingMemory, Observed, Outcomes
-from slipway_operator.core.service.analysis import P95, quantile
-from slipway_operator.core.service.slo import (
+from slipway_operator.core.service.rollout.analysis import P95, quantile
+from slipway_operator.core.service.status.slo import (
     BURN_WINDOWS,
     HOUR,
     LEAST_BUDGET,

@@ -22,7 +22,7 @@ from slipway_api.gateway_api import OUTCOME_BUCKETS
 from slipway_api.inference_status import CanaryMetricStatus
 from slipway_api.rollout_spec import Analysis, AnalysisMetric, AnalysisMetricType
 from slipway_operator.core.observed import Outcomes
-from slipway_operator.core.service.sequential import Share, is_above, is_above_other
+from slipway_operator.core.service.rollout.sequential import Share, is_above, is_above_other
 
 FALSE_ALARMS: Final = 0.05  # of one step, over all its metrics and looks
 P95: Final = 0.95

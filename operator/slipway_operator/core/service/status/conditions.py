@@ -49,20 +49,20 @@ from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.scaling.autoscaling import Recommendation
 from slipway_operator.core.scaling.target import ScaleTarget
-from slipway_operator.core.service.accounting import NOT_ACCOUNTED, Accounting
 from slipway_operator.core.service.adapters import adapters_condition, adapters_status
-from slipway_operator.core.service.canary import Progress
-from slipway_operator.core.service.fit import check_fit
-from slipway_operator.core.service.model_cache import CacheDecision
-from slipway_operator.core.service.performance import measure_performance
-from slipway_operator.core.service.problems import Problems, find_problems
-from slipway_operator.core.service.replicas import Assignment
-from slipway_operator.core.service.revision import Revision
-from slipway_operator.core.service.rollout import RolloutStep
+from slipway_operator.core.service.model.fit import check_fit
+from slipway_operator.core.service.model.model_cache import CacheDecision
+from slipway_operator.core.service.replicas.assign import Assignment
+from slipway_operator.core.service.replicas.suspension import SUSPENDED, suspended_condition
+from slipway_operator.core.service.rollout.canary import Progress
+from slipway_operator.core.service.rollout.revision import Revision
+from slipway_operator.core.service.rollout.steps import RolloutStep
+from slipway_operator.core.service.rollout.target import Target
 from slipway_operator.core.service.route import answers_nobody, name_conflict, route_condition
-from slipway_operator.core.service.scaling_status import autoscaling_status, scaling_condition
-from slipway_operator.core.service.suspension import SUSPENDED, suspended_condition
-from slipway_operator.core.service.target import Target
+from slipway_operator.core.service.status.accounting import NOT_ACCOUNTED, Accounting
+from slipway_operator.core.service.status.performance import measure_performance
+from slipway_operator.core.service.status.problems import Problems, find_problems
+from slipway_operator.core.service.status.scaling_status import autoscaling_status, scaling_condition
 
 MOST_REVISIONS: Final = 6
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
-from slipway_operator.core.service.revision import Revision
+from slipway_operator.core.service.rollout.revision import Revision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

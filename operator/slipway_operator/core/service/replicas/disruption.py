@@ -26,7 +26,7 @@ from slipway_api.types import rfc3339
 from slipway_operator.core.actions import AnnotatePod, Event, Steps
 from slipway_operator.core.health import Member, Stage
 from slipway_operator.core.observed import Node, Replica
-from slipway_operator.core.service.drain import DrainRules
+from slipway_operator.core.service.replicas.drain import DrainRules
 
 FOR_THE_ENDS_OF_STREAMS: Final = timedelta(seconds=3)  # between the drain's deadline and the end of the node
 PROTECTED: Final = "false"  # value of safe-to-evict on a pod that starts

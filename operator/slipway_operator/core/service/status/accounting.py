@@ -8,8 +8,8 @@ from typing import Final
 from slipway_api.slo import CostStatus, SLOStatus
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import AccountingMemory, Observed, Outcomes, ServiceOutcomes
-from slipway_operator.core.service.cost import Cost, add_mark, cost_status, held_gpus, measure_cost
-from slipway_operator.core.service.slo_status import ServiceLevels, SLOCondition, minus, record
+from slipway_operator.core.service.status.cost import Cost, add_mark, cost_status, held_gpus, measure_cost
+from slipway_operator.core.service.status.slo_status import ServiceLevels, SLOCondition, minus, record
 
 LOOK_EVERY: Final = timedelta(seconds=60)  # requests that end wake nobody
 NONE_COUNTED: Final = Outcomes()

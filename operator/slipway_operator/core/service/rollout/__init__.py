@@ -1,0 +1,1 @@
+"""How one revision replaces another: revisions, gates, canary, counts and weights. Pure."""

@@ -1,0 +1,1 @@
+"""The status of a service: conditions, problems, events, service levels and cost. Pure."""
