@@ -13,11 +13,11 @@ import msgspec
 from aiohttp import web
 
 from slipway_api.names import HEADER_COHORT, HEADER_PIN_REVISION, HEADER_REQUEST_ID, HEADER_SESSION_ID
-from slipway_gateway.access_log import BYTES_PER_TOKEN
 from slipway_gateway.errors import bad_request, body_too_slow, gateway_memory_full, too_large
 from slipway_gateway.front_door import ask_for_body
 from slipway_gateway.picker.prefix import block_hashes
 from slipway_gateway.picker.scorers import RoutingRequest
+from slipway_gateway.request_state import BYTES_PER_TOKEN
 from slipway_gateway.shares import SharedCapacity
 
 EXPECTED_OUTPUT_TOKENS: Final = 256  # when the request has no limit

@@ -3,12 +3,13 @@
 import pytest
 
 from slipway_api.gateway_api import OUTCOME_BUCKETS
-from slipway_gateway.access_log import AccessLog, RequestRecord
+from slipway_gateway.access_log import AccessLog
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.health import AttemptFailure
 from slipway_gateway.metrics import Metrics
 from slipway_gateway.outcomes import Outcomes
 from slipway_gateway.picker.endpoints import LatencyLimits
+from slipway_gateway.request_state import RequestState
 
 LOST, MOVED, SHED = AttemptFailure.LOST, AttemptFailure.MOVED, AttemptFailure.SHED
 
@@ -105,8 +106,8 @@ def test_a_copy_for_a_mirrored_revision_counts_for_the_revision_only():
 LIMITS = LatencyLimits(ttft_seconds=1.0, itl_seconds=0.1)
 
 
-def a_record(*, status=200, finish="stop", ttft=0.5, itl=None, stream=True) -> RequestRecord:
-    record = RequestRecord(request_id="r", path="/v1/chat/completions", latency_limits=LIMITS)
+def a_record(*, status=200, finish="stop", ttft=0.5, itl=None, stream=True) -> RequestState:
+    record = RequestState(request_id="r", path="/v1/chat/completions", latency_limits=LIMITS)
     record.status, record.finish, record.arrived, record.first_byte = status, finish, 100.0, 100.0 + ttft
     if stream:
         now = [0.0]
@@ -154,7 +155,7 @@ def test_what_the_client_did_counts_neither_as_good_nor_as_bad(status, expected)
 )
 @pytest.mark.capability("OB-7")
 def test_a_client_that_closes_after_the_last_event_has_not_left_before_the_end(pieces, expected):
-    record = RequestRecord(request_id="one", path="/v1/chat/completions", status=200)
+    record = RequestState(request_id="one", path="/v1/chat/completions", status=200)
     for piece in pieces:
         record.add_forwarded(piece)
 
