@@ -27,6 +27,7 @@ class ConditionType(StrEnum):
     ADAPTERS_READY = "AdaptersReady"
     WITHIN_SLO = "WithinSLO"
     MODEL_CACHED = "ModelCached"
+    GATEWAY_ONLY = "GatewayOnly"
 
 
 class ConditionStatus(StrEnum):
@@ -97,6 +98,8 @@ class Reason(StrEnum):
     CACHED = "Cached"
     CACHING = "Caching"
     CACHING_FAILED = "CachingFailed"
+    # GatewayOnly
+    OPEN_TO_DIRECT_CALLERS = "OpenToDirectCallers"
 
 
 class EventReason(StrEnum):

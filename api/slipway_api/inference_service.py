@@ -113,9 +113,11 @@ class Routing(Struct):
     """How the gateway chooses a replica. PrefixCache: the one that has the beginning of the prompt or the session in
     its cache, unless its load is too far above the least. LeastLoad: the one with the fewest outstanding tokens.
     RoundRobin: one after the other. A change takes effect at once and restarts nothing."""
-    direct_access: DirectAccess = DirectAccess.OPEN
+    direct_access: DirectAccess | None = None
     """Open: every pod that can reach a replica may call it directly. GatewayOnly: a replica answers only the
-    gateway, which shows a token; status.addresses then names no other way. A change rolls out new replicas."""
+    gateway, which shows a token; status.addresses then names no other way. If absent, status.directAccess applies: a
+    new service gets the installation's default, GatewayOnly if tenants are configured. A change rolls out new
+    replicas."""
     request_timeout_seconds: int = Field(default=600, ge=1, le=86_400)
     """How long a request may take from its arrival at the gateway to the last byte of its answer, streamed or not: then
     an answer that has not begun is a 504, and a stream ends. The gateway obeys a change at once."""
@@ -361,6 +363,11 @@ class InferenceService(Struct):
     def served_name(self) -> str:
         """What clients send as `model`."""
         return self.spec.model.served_name or self.metadata.name
+
+    @property
+    def direct_access(self) -> DirectAccess:
+        """Which callers the replicas answer: by the spec, else as recorded when the service was first seen."""
+        return self.spec.routing.direct_access or DirectAccess(self.status.direct_access or DirectAccess.OPEN)
 
     @property
     def restart_moment(self) -> datetime | None:

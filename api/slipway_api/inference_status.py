@@ -1,6 +1,6 @@
 """The status of an InferenceService. Timestamps, never ages; numbers that change all the time are metrics."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -223,6 +223,9 @@ class InferenceServiceStatus(Struct):
     """Base URL of the OpenAI API of this service."""
     addresses: Annotated[tuple[Address, ...], bounded_list(at_most=8, key="name")] = ()
     """Every address at which the service answers."""
+    direct_access: Literal["", "Open", "GatewayOnly"] = ""
+    """Which callers the replicas answer. Without spec.routing.directAccess it was recorded when the operator first saw
+    the service, and a later change of the installation's default does not change it."""
     replicas: int | None = Field(default=None, ge=0)
     """All replicas that exist, whatever their state."""
     ready_replicas: int | None = Field(default=None, ge=0)

@@ -95,6 +95,8 @@ HEADER_DEADLINE: Final = "x-slipway-deadline"  # seconds from now, a decimal num
 HEADER_TOKEN_IDS: Final = "x-slipway-token-ids"  # noqa: S105  the name of a header
 HEADER_SERVING_TOKEN: Final = "x-slipway-serving-token"  # noqa: S105  the name of a header
 HEADER_TEXT_BLOCKS: Final = "x-slipway-text-blocks"  # hashes of the prompt's beginnings (`text_blocks`)
+# Of responses: the internal headers of the request that had no effect, because it showed no serving token.
+HEADER_IGNORED_HEADERS: Final = "x-slipway-ignored-headers"
 INTERNAL_HEADERS: Final = frozenset(
     {HEADER_TENANT, HEADER_PRIORITY, HEADER_DEADLINE, HEADER_TOKEN_IDS, HEADER_SERVING_TOKEN, HEADER_TEXT_BLOCKS}
 )
@@ -103,6 +105,9 @@ INTERNAL_HEADERS: Final = frozenset(
 HEADER_ADMIN_TOKEN: Final = "x-slipway-admin-token"  # noqa: S105  the name of a header
 # Comma-separated hex digests; several during rotation.
 ENV_ADMIN_TOKEN_SHA256: Final = "SLIPWAY_ADMIN_TOKEN_SHA256"  # noqa: S105  the name of a variable
+# Of tokens by which an open serving port recognises its gateway.
+ENV_GATEWAY_TOKEN_SHA256: Final = "SLIPWAY_GATEWAY_TOKEN_SHA256"  # noqa: S105  the name of a variable
+ENV_TOKENS: Final = frozenset({ENV_ADMIN_TOKEN_SHA256, ENV_GATEWAY_TOKEN_SHA256})
 
 # Paths of the admin port.
 PATH_READY: Final = "/ready"

@@ -292,6 +292,8 @@ class LoadModelRequest(ModelSpec):
 
     serving_token_sha256: tuple[str, ...] = Field(default=(), alias="servingTokenSha256")
     """SHA-256 digests of the tokens that the serving port requires from now on; none: it stays as it is."""
+    gateway_token_sha256: tuple[str, ...] = Field(default=(), alias="gatewayTokenSha256")
+    """SHA-256 digests of the tokens by which an open serving port recognises its gateway; none: it stays as it is."""
     drain_timeout_seconds: int = Field(default=0, ge=0)
     """How long a drain may take that comes from inside the pod; 0: as the process was started with."""
 
@@ -304,6 +306,7 @@ CLAIMED_FIELDS: Final = frozenset(
         "sampling_defaults",
         "warm_prompts",
         "serving_token_sha256",
+        "gateway_token_sha256",
         "drain_timeout_seconds",
     }
 )

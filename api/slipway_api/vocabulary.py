@@ -101,6 +101,9 @@ _MEANINGS: Final = {
         (_FALSE, Reason.CACHING, "Image and model are on their way to some nodes."),
         (_FALSE, Reason.CACHING_FAILED, "A node could not get the model; why. It is tried again."),
     ),
+    ConditionType.GATEWAY_ONLY: (
+        (_FALSE, Reason.OPEN_TO_DIRECT_CALLERS, "Tenants are configured, but replicas answer callers without a key."),
+    ),
 }
 
 CONDITIONS: Final = tuple(ConditionMeaning(type, *row) for type, rows in _MEANINGS.items() for row in rows)

@@ -1,216 +1,21 @@
-"""The access log: one line and a few numbers for each request. Ids, lengths, times and reasons; never text.
+"""The access log: one line and a few numbers for each request, read from its state (`request_state`).
 
 A tenant that sends more than its limits allow may send much more. Of its requests that one limit refuses within a
 second the first is logged as any other, and the others as one line with their number.
 """
 
 import asyncio
-import random
-import re
 import time
-from collections import deque
-from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 
-from slipway_gateway.health import AttemptFailure
-from slipway_gateway.metrics import UNKNOWN_MODEL, Metrics
-from slipway_gateway.mirror import Capture
-from slipway_gateway.outcomes import Outcomes, Pace
-from slipway_gateway.picker.endpoints import NO_LIMITS, LatencyLimits
-from slipway_gateway.resolve import MayUse, may_use_all
-from slipway_gateway.sse import says_its_end
+from slipway_gateway.metrics import Metrics
+from slipway_gateway.request_state import RequestState
 
 log = structlog.get_logger()
 
-SHUTTING_DOWN: Final = "the gateway is shutting down"
-BYTES_PER_TOKEN: Final = 4
-USAGE_BYTES: Final = 8192  # at the end of an answer, where its usage stands
 REFUSALS_SECONDS: Final = 1.0  # in which a tenant's refused requests are logged together
-CLIENT_LEFT: Final = 499  # nginx's number for a client that did not wait; only in logs and metrics
-
-# Inside a string, JSON escapes its quotes, so these never match text that a model wrote.
-# The second names are those of the responses API, the third those of Anthropic's messages.
-_FINISH = re.compile(
-    rb'(?:"finish_reason":\s*"|"status":\s*"(?=completed|incomplete|failed)'
-    rb'|"stop_reason":\s*"(?=end_turn|max_tokens|stop_sequence|tool_use))([a-z_]{1,32})"'
-)
-_PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s*(\d{1,9})')
-_OUTPUT_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s*(\d{1,9})')
-_CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d{1,9})')
-_READ_TOKENS = re.compile(rb'"cache_read_input_tokens":\s*(\d{1,9})')  # those that `input_tokens` does not count
-
-
-@dataclass(frozen=True, slots=True)
-class TokenUsage:
-    """The tokens that a request used."""
-
-    input: int = 0
-    cached: int = 0  # part of input
-    output: int = 0
-    is_estimated: bool = False  # the answer has no usage; nothing of cached is known then
-
-
-NOTHING_USED: Final = TokenUsage()
-
-
-class RequestTrace(Protocol):
-    """The spans of one request (see `tracing`)."""
-
-    def start_attempt(self, endpoint: str, revision: str, failure: str = "") -> dict[str, str]:
-        """Start the span of an attempt, after one that ended with `failure`; the headers for the replica."""
-
-    def finish(self, record: "RequestRecord") -> None:
-        """Export the spans of a request that has ended, if they are wanted."""
-
-
-class _NoTrace:
-    """The trace of a request while tracing is off."""
-
-    def start_attempt(self, endpoint: str, revision: str, failure: str = "") -> dict[str, str]:
-        return {}
-
-    def finish(self, record: "RequestRecord") -> None:
-        pass
-
-
-NO_TRACE: Final[RequestTrace] = _NoTrace()
-
-
-@dataclass(slots=True)
-class RequestRecord:
-    """One request from its arrival to its end; times are of the monotonic clock."""
-
-    request_id: str
-    path: str
-    started: float = field(default_factory=time.monotonic)
-    model: str = UNKNOWN_MODEL  # as served: set once it is known, so that a client's text is never logged
-    service: str = ""
-    adapter: str = ""  # the adapter that shall answer; empty: the base
-    revision: str = ""
-    tenant: str = ""
-    key: str = ""  # the name of the API key, never the key
-    may_use: MayUse = may_use_all  # what the tenant may use: it resolves names among these
-    internal_headers: dict[str, str] = field(default_factory=dict)  # for the replica: its tenant and priority
-    body_sha256: str = ""  # only where audit records are written
-    endpoint: str = ""
-    matched_tokens: int = 0  # of the prompt, which the endpoint was sent before
-    stream: bool = False
-    max_tokens: int | None = None
-    request_bytes: int = 0
-    response_bytes: int = 0
-    events: int = 0
-    status: int = 0
-    finish: str = ""  # the runtime's finish_reason, or how it went wrong: cancelled, error, refused
-    error: str = ""
-    failures: list[AttemptFailure] = field(default_factory=list)
-    handovers: int = 0  # how often another replica continued the stream
-    upstream_failed: bool = False  # the replica broke off an answer that had begun
-    arrived: float = 0.0  # the whole request is here
-    admitted: float = 0.0  # and no longer held for want of a replica
-    sent: float = 0.0  # the last attempt left us
-    first_byte: float = 0.0  # the answer's first byte reached us
-    forwarded: float = 0.0  # and was forwarded
-    tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=4))  # the answer's last pieces: finish and usage
-    failed: list[tuple[str, AttemptFailure]] = field(default_factory=list)  # failed attempts by revision
-    is_cut: bool = False  # the gateway itself ended it, because it shuts down
-    outcomes: Outcomes | None = None
-    request_key: str = field(default_factory=lambda: f"{random.getrandbits(64):x}")  # of its draws that last
-    pace: Pace | None = None  # of a stream, from its first token on
-    copied: bool = False  # it was considered for a copy
-    latency_limits: LatencyLimits = NO_LIMITS  # of its service's spec.slo
-    capture: Capture | None = None  # of an answer that is compared with its copy's
-    trace: RequestTrace = NO_TRACE
-    fallback_from: str = ""  # the served name of the service that was asked, when another one answers
-    tenant_limit: str = ""  # the limit of its tenant that refused it
-    degraded: str = ""  # what was taken from the request because of overload
-
-    @property
-    def labels(self) -> tuple[str, str, str]:
-        """Model, service and revision, as the metrics name them."""
-        return self.model, self.service, self.revision
-
-    def add_forwarded(self, piece: bytes) -> None:
-        """Count a `piece` of the answer that was forwarded."""
-        if self.pace is not None:
-            self.pace.add(piece.count(b"\n\n"))
-        elif not self.forwarded:
-            self.forwarded = time.monotonic()
-            if self.outcomes is not None and self.stream and self.status == 200:
-                self.pace = self.outcomes.client_pace(self.service, self.revision, self.first_byte)
-        self.response_bytes += len(piece)
-        if self.capture is not None:
-            self.capture.add(piece)
-        self.tail.append(piece)
-
-    @property
-    def was_served(self) -> bool:
-        """Whether a replica computed something for the client, to the end or not."""
-        return bool(self.forwarded) and (self.status < 300 or self.status == CLIENT_LEFT)
-
-    def runtime_finish(self) -> str:
-        """The finish_reason of the runtime's answer."""
-        return _last_match(_FINISH, b"".join(self.tail))
-
-    def usage(self) -> TokenUsage:
-        """The tokens that it used: by the answer's own usage, else estimated."""
-        if not self.was_served:
-            return NOTHING_USED
-        end = b"".join(self.tail)[-USAGE_BYTES:]
-        prompt, output = _last_number(_PROMPT_TOKENS, end), _last_number(_OUTPUT_TOKENS, end)
-        if prompt is not None:
-            read = _last_number(_READ_TOKENS, end) or 0
-            return TokenUsage(prompt + read, read or _last_number(_CACHED_TOKENS, end) or 0, output or 0)
-        # The last events of a stream are its finish and [DONE].
-        return TokenUsage(self.request_bytes // BYTES_PER_TOKEN, 0, max(0, self.events - 2), is_estimated=True)
-
-    def set_broken(self, error: str) -> None:
-        """The answer could not be finished."""
-        self.finish, self.error = "error", error
-        self.is_cut = self.is_cut or error == SHUTTING_DOWN
-
-    @property
-    def counts_for_revision(self) -> bool:
-        """Whether a replica was asked, and neither the client nor this gateway ended the request before the answer."""
-        return bool(self.revision) and self.status not in (0, CLIENT_LEFT) and not self.is_cut
-
-    @property
-    def ttft_seconds(self) -> float | None:
-        """Of a stream: from the last attempt's start to its first byte."""
-        return self.first_byte - self.sent if self.pace is not None else None
-
-    @property
-    def is_error(self) -> bool:
-        """Whether the client got a 5xx status, or an answer that broke off."""
-        return self.status >= 500 or self.finish == "error"
-
-    @property
-    def counts_for_service(self) -> bool:
-        """Whether it ended with a success or a 5xx: others are the client's doing, or refused by a limit."""
-        return 200 <= self.status < 300 or self.status >= 500
-
-    @property
-    def client_ttft_seconds(self) -> float | None:
-        """Of a stream: from the whole request's arrival to the first byte, held and retried time included."""
-        return self.first_byte - self.arrived if self.pace is not None else None
-
-    @property
-    def is_good(self) -> bool:
-        """Whether it has no error and is within the latency limits of its service; what was not streamed has none."""
-        if self.is_error:
-            return False
-        ttft, itl = self.client_ttft_seconds, self.pace.mean_seconds if self.pace is not None else None
-        limits = self.latency_limits
-        return not (
-            (ttft is not None and limits.ttft_seconds is not None and ttft > limits.ttft_seconds)
-            or (itl is not None and limits.itl_seconds is not None and itl > limits.itl_seconds)
-        )
-
-    def set_cancelled(self) -> None:
-        """The client left before the end; one that closes after the last event, as stock clients do, has all of it."""
-        if not says_its_end(b"".join(self.tail)):
-            self.status, self.finish = CLIENT_LEFT, "cancelled"
 
 
 class RefusalCounts:
@@ -247,10 +52,9 @@ class AccessLog:
         self._metrics = metrics
         self.refusals = RefusalCounts()
 
-    def write(self, record: RequestRecord) -> None:
+    def write(self, record: RequestState) -> None:
         """Write the log line and update the metrics."""
         now = time.monotonic()
-        end = b"".join(record.tail)
         if record.capture is not None:
             record.capture.end(is_whole=record.status == 200 and record.finish != "error")
         metrics, labels = self._metrics, record.labels
@@ -260,7 +64,7 @@ class AccessLog:
         if record.forwarded:
             metrics.first_byte.labels(*labels).observe(record.first_byte - record.arrived)
             metrics.added_latency.observe(self._added(record))
-        output_tokens = _last_number(_OUTPUT_TOKENS, end)
+        output_tokens = record.output_tokens
         if record.outcomes is not None and record.counts_for_revision:
             record.outcomes.record(
                 record.service,
@@ -293,11 +97,11 @@ class AccessLog:
             endpoint=record.endpoint,
             stream=record.stream,
             status=record.status,
-            finish=record.finish or _last_match(_FINISH, end),
+            finish=record.finish or record.runtime_finish(),
             error=record.error,
             attempt_failures=[failure.value for failure in record.failures],
             max_tokens=record.max_tokens,
-            prompt_tokens=_last_number(_PROMPT_TOKENS, end),
+            prompt_tokens=record.prompt_tokens,
             output_tokens=output_tokens,
             request_bytes=record.request_bytes,
             response_bytes=record.response_bytes,
@@ -312,19 +116,9 @@ class AccessLog:
         )
 
     @staticmethod
-    def _added(record: RequestRecord) -> float:
+    def _added(record: RequestState) -> float:
         """Seconds before the request left and after its answer came: ours, and those of attempts in vain."""
         return (record.sent - record.admitted) + (record.forwarded - record.first_byte)
-
-
-def _last_match(pattern: re.Pattern[bytes], text: bytes) -> str:
-    found = pattern.findall(text)
-    return found[-1].decode() if found else ""
-
-
-def _last_number(pattern: re.Pattern[bytes], text: bytes) -> int | None:
-    found = pattern.findall(text)
-    return int(found[-1]) if found else None
 
 
 def _milliseconds(start: float, end: float) -> float | None:

@@ -18,7 +18,7 @@ from typing import Final
 import structlog
 from prometheus_client import CollectorRegistry, Counter
 
-from slipway_gateway.access_log import RequestRecord
+from slipway_gateway.request_state import RequestState
 
 audit_log = structlog.get_logger("audit")
 
@@ -51,7 +51,7 @@ class Accounting:
         """A request came without a valid key."""
         self._unauthenticated.labels(reason).inc()
 
-    def denied(self, record: RequestRecord, limit: str, tokens: int) -> None:
+    def denied(self, record: RequestState, limit: str, tokens: int) -> None:
         """A request of this tenant would have exceeded `limit`."""
         record.tenant_limit = limit
         self._denied.labels(record.tenant, limit).inc()
@@ -61,7 +61,7 @@ class Accounting:
         """A request of this tenant that no replica answers would have exceeded `limit`."""
         self._denied.labels(tenant, limit).inc()
 
-    def write(self, record: RequestRecord) -> None:
+    def write(self, record: RequestState) -> None:
         """Count the tokens of an ended request, and write its audit record."""
         usage = record.usage()
         self._count(record, INPUT, usage.input)
@@ -98,7 +98,7 @@ class Accounting:
                 if is_gone or (service_at is not None and values[service_at] and values[service_at] not in services):
                     counter.remove(*values)
 
-    def _count(self, record: RequestRecord, kind: str, tokens: int) -> None:
+    def _count(self, record: RequestState, kind: str, tokens: int) -> None:
         if tokens > 0:
             labels = (record.tenant, record.model, record.service, record.adapter, kind)
             self._tokens.labels(*labels).inc(tokens)

@@ -19,6 +19,7 @@ from slipway_api.names import (
 from slipway_gateway.apis import COUNTING_PATHS, GENERATING_PATHS, refusal_response
 from slipway_gateway.errors import Refusal, not_synced, unknown_model, unknown_path, wrong_method
 from slipway_gateway.fleet import Fleet
+from slipway_gateway.front_door import defer_continue, refuse_by_headers
 from slipway_gateway.metrics import Metrics
 from slipway_gateway.operator_api import OperatorApi
 from slipway_gateway.picker.endpoints import Endpoint, Route
@@ -89,13 +90,13 @@ def client_app(
             raise wrong_method(request.method, request.path)
         raise unknown_path(request.path)
 
-    app = web.Application(middlewares=[await_routes, answer_refusals])
+    app = web.Application(middlewares=[answer_refusals, refuse_by_headers, await_routes])
     for path in SERVING_PATHS:
-        app.router.add_post(path, requests.handle)
-    app.router.add_get(MODELS_PATH, models)
-    app.router.add_get(MODELS_PATH + "/{model:.+}", model)
+        app.router.add_post(path, requests.handle, expect_handler=defer_continue)
+    app.router.add_get(MODELS_PATH, models, expect_handler=defer_continue)
+    app.router.add_get(MODELS_PATH + "/{model:.+}", model, expect_handler=defer_continue)
     more(app)
-    app.router.add_route("*", "/{path:.*}", reject_path)
+    app.router.add_route("*", "/{path:.*}", reject_path, expect_handler=defer_continue)
     return app
 
 
@@ -126,7 +127,15 @@ class Admin:
 
     def app(self) -> web.Application:
         """The routes."""
-        app = web.Application()
+
+        @web.middleware
+        async def answer_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+            try:
+                return await handler(request)
+            except Refusal as refusal:
+                return refusal.response()
+
+        app = web.Application(middlewares=[answer_refusals, refuse_by_headers])
         app.router.add_get(PATH_READY, self._ready)
         app.router.add_get(PATH_HEALTH, self._health)
         app.router.add_get(PATH_METRICS, self._metrics_page)

@@ -122,5 +122,5 @@ def _says_engine_dead(body: bytes) -> bool:
     try:
         decoded = msgspec.json.decode(body)
         return bool(decoded["error"]["type"] == ENGINE_DEAD_TYPE)
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (msgspec.DecodeError, KeyError, TypeError, RecursionError):
         return False

@@ -11,12 +11,16 @@ Refusal
 ├── wrong_method           405
 ├── body_too_slow          408 the body did not arrive in time
 ├── too_large              413 the body
+├── unsupported_encoding   415 the body has a content encoding
+├── unsupported_expectation 417 an `Expect` header other than 100-continue
 ├── gateway_memory_full    429 too many bytes of request bodies, in all
 ├── service_memory_full    429 too many bytes of request bodies, of one service
 ├── service_requests_full  429 too many open requests, of one service
+├── calls_full             429 too many open calls of a tenant to files and batches
 ├── tenant_limit           429 a limit of the tenant
 ├── overloaded             429 the service cannot keep up, and the tenant has a low priority
 ├── internal               500 our own mistake
+├── unsupported_transfer   501 a transfer encoding other than chunked
 ├── bad_gateway            502 every replica that was tried broke off
 ├── not_ready              503 no replica can answer now
 ├── suspended              503 the service is suspended
@@ -59,6 +63,8 @@ class Refusal(Exception):  # noqa: N818  a refusal is an answer, not a mistake
             response.headers["retry-after-ms"] = str(self.retry_after * 1000)
         if self.status == 401:
             response.headers["WWW-Authenticate"] = "Bearer"
+        if self.status == 415:
+            response.headers["Accept-Encoding"] = "identity"
         if self.closes_connection:
             response.force_close()
         return response
@@ -147,6 +153,23 @@ def too_large(limit_bytes: int) -> Refusal:
     return Refusal(413, "RequestTooLargeError", f"A request may have {limit}, this one has more.")
 
 
+def unsupported_encoding() -> Refusal:
+    """The body is compressed; the encoding is not repeated, because it is a stranger's text."""
+    message = "Content encodings are not supported. Send the body uncompressed, without Content-Encoding."
+    return Refusal(415, "UnsupportedMediaTypeError", message)
+
+
+def unsupported_expectation() -> Refusal:
+    """The request expects something else than `100 Continue`."""
+    return Refusal(417, "ExpectationFailedError", "The only supported Expect header is 100-continue.")
+
+
+def unsupported_transfer() -> Refusal:
+    """The body has a transfer encoding other than chunked."""
+    message = "The only supported Transfer-Encoding is chunked. Send the body as it is."
+    return Refusal(501, "NotImplementedError", message)
+
+
 def body_too_slow() -> Refusal:
     """The body did not arrive in time, or stood still while others needed its memory."""
     return Refusal(408, "RequestTimeoutError", "The body of the request did not arrive in time.", retry_after=1)
@@ -166,6 +189,12 @@ def service_memory_full(service: str) -> Refusal:
 def service_requests_full(service: str) -> Refusal:
     """The requests of this service hold their share of the gateway's connections."""
     return Refusal(429, "RateLimitError", f"The gateway has too many open requests for {service} now.", retry_after=1)
+
+
+def calls_full(open_calls: int, limit: int) -> Refusal:
+    """The tenant has too many open calls to files and batches."""
+    message = f"{open_calls} calls of this tenant to files and batches are open; the limit is {limit}."
+    return Refusal(429, "RateLimitError", message, retry_after=1)
 
 
 def bad_gateway(reason: str) -> Refusal:

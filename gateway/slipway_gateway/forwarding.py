@@ -22,12 +22,12 @@ from slipway_api.names import (
     HEADER_REQUEST_ID,
     HEADER_REVISION,
 )
-from slipway_gateway.access_log import SHUTTING_DOWN, RequestRecord
 from slipway_gateway.apis import error_event
 from slipway_gateway.fleet import Lease
 from slipway_gateway.journal import Journal
 from slipway_gateway.metrics import Metrics
 from slipway_gateway.request_body import OUTPUT_WEIGHT
+from slipway_gateway.request_state import SHUTTING_DOWN, RequestState
 from slipway_gateway.sse import Events, EventSplitter, MarkedEvents
 from slipway_gateway.upstream import DEADLINE, DeadlineError, HungError, Reply, UpstreamError
 
@@ -55,7 +55,7 @@ class Forwarder:
         request: web.Request,
         reply: Reply,
         lease: Lease,
-        record: RequestRecord,
+        record: RequestState,
         served_name: str,
         journal: Journal | None = None,
     ) -> web.StreamResponse:
@@ -85,7 +85,7 @@ class Forwarder:
         return response
 
     @asynccontextmanager
-    async def answering(self, request: web.Request, record: RequestRecord) -> AsyncIterator[None]:
+    async def answering(self, request: web.Request, record: RequestState) -> AsyncIterator[None]:
         """Record whatever goes wrong inside, while an answer is being written, and abort the client's connection."""
         open_streams = self._metrics.open_streams.labels(*record.labels)
         open_streams.inc()
@@ -112,13 +112,13 @@ class Forwarder:
         response: web.StreamResponse,
         reply: Reply,
         lease: Lease,
-        record: RequestRecord,
+        record: RequestState,
         journal: Journal | None = None,
     ) -> str:
         """Forward a stream event by event as far as it goes; empty, or why it broke off."""
         events: Events = EventSplitter()
         if journal is not None and reply.identity:
-            events = MarkedEvents(journal.open_answers, journal.add)
+            events = MarkedEvents(journal.open_answers, journal.add, journal.hold)
         broken = ""
         try:
             try:
@@ -156,7 +156,7 @@ class Forwarder:
             journal.broken = broken
         return broken
 
-    async def end_stream(self, response: web.StreamResponse, record: RequestRecord, broken: str) -> None:
+    async def end_stream(self, response: web.StreamResponse, record: RequestState, broken: str) -> None:
         """End a stream: with an error event of ours when it broke off."""
         if broken:
             self._metrics.broken_streams.labels(*record.labels).inc()
@@ -165,7 +165,7 @@ class Forwarder:
             await response.write(error_event(record.path, f"The answer broke off: {broken}.", kind, status))
         await response.write_eof()
 
-    async def _forward_bytes(self, response: web.StreamResponse, reply: Reply, record: RequestRecord) -> None:
+    async def _forward_bytes(self, response: web.StreamResponse, reply: Reply, record: RequestState) -> None:
         """Any other answer."""
         if reply.first:
             await response.write(reply.first)
@@ -175,7 +175,7 @@ class Forwarder:
             record.add_forwarded(piece)
         await response.write_eof()
 
-    def sign(self, response: R, record: RequestRecord) -> R:
+    def sign(self, response: R, record: RequestState) -> R:
         """The same response under the request's id; closing its connection when this gateway is about to go."""
         response.headers[HEADER_REQUEST_ID] = record.request_id
         if is_anthropic(record.path):
@@ -196,7 +196,7 @@ def uncancel() -> None:
     task.uncancel()
 
 
-def _abort(request: web.Request, record: RequestRecord, reason: str) -> None:
+def _abort(request: web.Request, record: RequestState, reason: str) -> None:
     """Abort the client's connection: half an answer must not look complete."""
     record.set_broken(reason)
     if request.transport is not None:

@@ -115,7 +115,12 @@ class Gateway:
             store = BatchStore(settings.batch_directory)
             handlers = dict.fromkeys(BATCH_ENDPOINTS, self.requests.handle)
             self.batches = BatchWorker(
-                store, self.fleet, self.tenancy, handlers, concurrency=settings.batch_concurrency
+                store,
+                self.fleet,
+                self.tenancy,
+                handlers,
+                concurrency=settings.batch_concurrency,
+                limits=settings.batch_limits,
             )
             batch_api = BatchApi(store, self.batches, self.tenancy, settings.batch_limits)
         add_batches = batch_api.add_routes if self.batches is not None else lambda _: None

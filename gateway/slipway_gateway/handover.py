@@ -22,7 +22,6 @@ from aiohttp import web
 
 from slipway_api.names import HEADER_DEADLINE, HEADER_TOKEN_IDS
 from slipway_api.stream_marks import REPORT, RESUME
-from slipway_gateway.access_log import SHUTTING_DOWN, RequestRecord
 from slipway_gateway.apis import GENERATING_PATHS
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.forwarding import Forwarder, uncancel
@@ -33,6 +32,7 @@ from slipway_gateway.picker.endpoints import Endpoint, Route
 from slipway_gateway.picker.pick import Picked
 from slipway_gateway.picker.scorers import RoutingRequest
 from slipway_gateway.request_body import Body, InferenceRequest
+from slipway_gateway.request_state import SHUTTING_DOWN, RequestState
 from slipway_gateway.upstream import (
     FirstByteWait,
     Reply,
@@ -68,7 +68,7 @@ class Interrupted:
     response: web.StreamResponse
     journal: Journal
     routing: RoutingRequest
-    record: RequestRecord
+    record: RequestState
     deadline: float  # of the whole request, of the event loop's clock
     adapter: str  # key of the adapter that answers; empty: the service itself
     failed: dict[str, float] = field(default_factory=dict)  # by endpoint: when it may be asked again
@@ -271,6 +271,6 @@ class Handover:
         record.endpoint = endpoint.name
         record.handovers += 1
 
-    def _failed(self, record: RequestRecord, reason: str, broken: str) -> str:
+    def _failed(self, record: RequestState, reason: str, broken: str) -> str:
         self._metrics.handovers_failed.labels(*record.labels, reason).inc()
         return broken

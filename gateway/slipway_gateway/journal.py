@@ -54,7 +54,7 @@ class Journal:
     """One stream: the body that was sent, and what its replica has reported."""
 
     __slots__ = (
-        "_content", "_counted", "_memory", "_on_given_up", "_room", "_service", "answers", "broken", "created",
+        "_content", "_counted", "_held", "_memory", "_on_given_up", "_room", "_service", "answers", "broken", "created",
         "hung", "id", "identity",
     )  # fmt: skip
 
@@ -73,6 +73,7 @@ class Journal:
         self._on_given_up = on_given_up
         self._counted = 0
         self._room = 0  # counted and not used yet
+        self._held = 0  # counted for events that no mark covers yet
         self.answers = [Answer() for _ in range(answers)]
         self.id = ""
         self.created = 0
@@ -119,6 +120,17 @@ class Journal:
                 self._room += steps
                 self._take(steps)
 
+    def hold(self, size: int) -> bool:
+        """Count `size` bytes of events that wait for their mark; False: the stream cannot be handed over any more."""
+        if self._content is None:
+            return False
+        steps = math.ceil(size / STEP_BYTES) * STEP_BYTES
+        more, self._held = steps - self._held, steps
+        if more < 0:
+            self._memory.capacity.give_back(self._service, -more)
+            self._counted += more
+        return more <= 0 or self._take(more)
+
     def read_identity(self, events: bytes) -> None:
         """Learn the answer's id and creation time from its first event."""
         if (found := _ID.search(events)) is not None:
@@ -141,6 +153,7 @@ class Journal:
 
     def close(self) -> None:
         """Forget the request and its tokens; also when that has been done already."""
+        self._held = 0
         if self._counted:
             self._memory.capacity.give_back(self._service, self._counted)
             self._counted = 0

@@ -57,7 +57,10 @@ class KvFeeds:
     async def __aenter__(self) -> Self:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=2.0, sock_read=SILENT_SECONDS)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=timeout,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
         )
         self._fleet.on_endpoint = self._set_endpoint
         for endpoint in self._fleet.table.endpoints.values():
@@ -106,7 +109,7 @@ class KvFeeds:
                     self._having.add(endpoint.name)
             except _UnsupportedError:
                 pause = UNSUPPORTED_SECONDS
-            except (aiohttp.ClientError, OSError, ValueError) as error:
+            except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
                 log.debug("KV feed broke off", endpoint=endpoint.name, error=type(error).__name__)
             finally:
                 self.live.discard(endpoint.name)

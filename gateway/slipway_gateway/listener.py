@@ -9,6 +9,11 @@ transport and aiohttp's and watches the phases of a connection:
 | request  | the headers are complete                | (body: request_body.py) | 408                              |
 | idle     | the answer is written                   | idle_seconds            | closed (by aiohttp)              |
 | stalled  | the client does not read what was sent  | write_stall_seconds     | aborted: the replica is released |
+| unread   | answered before the body was here       | UNREAD_SECONDS or bytes | closed                           |
+
+Bodies are never decompressed. A body that no handler has read costs a constant: at most UNREAD_BYTES of it are read,
+and thrown away unparsed. Handlers that know their caller may raise the limit with `allow_unread`, so that the caller
+can keep its connection.
 """
 
 import asyncio
@@ -40,6 +45,9 @@ REFUSAL: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
     b"Content-Length: %d\r\n\r\n%s" % (len(_REFUSAL_BODY), _REFUSAL_BODY)
 )
+UNREAD_BYTES: Final = 64 * 1024  # of a refused request's body: most clients finish sending before they read the answer
+UNREAD_SECONDS: Final = 2.0
+MAY_SEND: Final = web.RequestKey("slipway.may_send", int)
 OTHER_DESCRIPTORS: Final = 128  # files and sockets that are no connections of clients or to replicas
 
 
@@ -110,9 +118,14 @@ class Connections:
             return await handler(request)
         connection.begin_request()
         try:
-            return await handler(request)
+            response = await handler(request)
         finally:
             connection.end_request()
+            if not request.content.is_eof():
+                connection.drop_rest(request.get(MAY_SEND))
+        if not request.content.is_eof() and MAY_SEND not in request:
+            response.force_close()
+        return response
 
 
 class Connection(asyncio.Protocol):
@@ -126,6 +139,8 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._header_timer: asyncio.TimerHandle | None = None  # set while headers are awaited
         self._stall_timer: asyncio.TimerHandle | None = None  # set while the client does not read
+        self._unread_timer: asyncio.TimerHandle | None = None  # set while the body of a stranger is thrown away
+        self._may_send: int | None = None  # bytes that may still come of a body that nobody reads
         self._is_handling = False
         self.client = ""
 
@@ -146,7 +161,16 @@ class Connection(asyncio.Protocol):
         """Bytes of the client."""
         if self.transport.is_closing():
             return
-        if not self._is_handling and self._header_timer is None:
+        if self._may_send is not None:
+            self._may_send -= len(data)
+            if self._unread_timer is not None:
+                if self._may_send < 0:  # reading stops, and the client has until the timer to read its answer
+                    self.transport.pause_reading()
+                return
+            if self._may_send < 0:
+                self._close_unread()
+                return
+        elif not self._is_handling and self._header_timer is None:
             self._expect_headers()
         self._inner.data_received(data)
 
@@ -158,6 +182,8 @@ class Connection(asyncio.Protocol):
         """The connection is closed."""
         self._stop_header_timer()
         self._stop_stall_timer()
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
         if self._connections.forget(self):
             self._inner.connection_lost(error)
 
@@ -175,11 +201,25 @@ class Connection(asyncio.Protocol):
     def begin_request(self) -> None:
         """The headers are complete."""
         self._is_handling = True
+        self._may_send = None
         self._stop_header_timer()
 
     def end_request(self) -> None:
         """The answer is made; the next headers begin to count with their first byte."""
         self._is_handling = False
+
+    def drop_rest(self, most: int | None) -> None:
+        """The answer is made and the body is not here: read at most `most` bytes of it; None: the caller is unknown.
+
+        What an unknown caller still sends does not reach aiohttp's parser, and its connection is closed.
+        """
+        self._may_send = UNREAD_BYTES if most is None else most
+        if most is None and self._unread_timer is None:
+            self._unread_timer = self._loop.call_later(UNREAD_SECONDS, self._close_unread)
+
+    def _close_unread(self) -> None:
+        self._connections.timed_out["unread"] += 1
+        self.transport.close()
 
     def _expect_headers(self) -> None:
         seconds = self._connections.limits.header_seconds
@@ -215,7 +255,7 @@ class Listener:
         """With a certificate, the port speaks TLS and nothing else."""
         self._certificate = certificate
         self.connections = Connections(limits)
-        app.middlewares.append(self.connections.track_request)
+        app.middlewares.insert(0, self.connections.track_request)
         app.on_response_prepare.append(hide_server)
         self._app = app
         self._host = host
@@ -231,6 +271,7 @@ class Listener:
             logger=QUIET,
             shutdown_timeout=1.0,
             keepalive_timeout=self.connections.limits.idle_seconds,
+            auto_decompress=False,
         )
         await runner.setup()
         stack.push_async_callback(runner.cleanup)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from aiohttp import web
 
 from slipway_api.names import HEADER_DEADLINE
-from slipway_gateway.access_log import RequestRecord
 from slipway_gateway.apis import GENERATING_PATHS
 from slipway_gateway.attempts import Opened
 from slipway_gateway.fleet import Fleet
@@ -20,6 +19,7 @@ from slipway_gateway.metrics import Metrics
 from slipway_gateway.picker.endpoints import Endpoint, Route
 from slipway_gateway.picker.pick import Picked
 from slipway_gateway.request_body import Body, InferenceRequest
+from slipway_gateway.request_state import RequestState
 from slipway_gateway.upstream import (
     DEADLINE,
     BudgetError,
@@ -43,7 +43,7 @@ class Sending:
     answers: int  # that a handover would have to continue; 0: it is not handed over
     deadline: float
     until: float | None  # then another service is to answer; None: there is none
-    record: RequestRecord
+    record: RequestState
 
 
 class Opener:
@@ -161,5 +161,5 @@ class Opener:
         elif not isinstance(error, (DeadlineError, BudgetError)):
             self._fleet.record_failure(endpoint)
 
-    def _count(self, record: RequestRecord, outcome: HedgeOutcome) -> None:
+    def _count(self, record: RequestState, outcome: HedgeOutcome) -> None:
         self._metrics.hedges.labels(record.service, outcome.value).inc()

@@ -103,9 +103,10 @@ class Outcomes:
         """Measures a stream whose first token arrived at `first_at`."""
         return Pace(self.tally(service, revision), first_at, self._clock)
 
-    def client_pace(self, service: str, revision: str, first_at: float) -> Pace:
-        """As `pace`, of a stream that a client reads: it counts for the service too."""
-        return Pace(self.tally(service, revision), first_at, self._clock, self._service_tally(service))
+    def client_pace(self, service: str, revision: str, first_at: float, *, is_pinned: bool = False) -> Pace:
+        """As `pace`, of a stream that a client reads: it counts for the service too, and if pinned only for it."""
+        tally = Tally() if is_pinned else self.tally(service, revision)
+        return Pace(tally, first_at, self._clock, self._service_tally(service))
 
     def record_service(
         self,

@@ -13,10 +13,11 @@ import msgspec
 from aiohttp import web
 
 from slipway_api.names import HEADER_COHORT, HEADER_PIN_REVISION, HEADER_REQUEST_ID, HEADER_SESSION_ID
-from slipway_gateway.access_log import BYTES_PER_TOKEN
 from slipway_gateway.errors import bad_request, body_too_slow, gateway_memory_full, too_large
+from slipway_gateway.front_door import ask_for_body
 from slipway_gateway.picker.prefix import block_hashes
 from slipway_gateway.picker.scorers import RoutingRequest
+from slipway_gateway.request_state import BYTES_PER_TOKEN
 from slipway_gateway.shares import SharedCapacity
 
 EXPECTED_OUTPUT_TOKENS: Final = 256  # when the request has no limit
@@ -133,6 +134,7 @@ class BodyReader:
             raise too_large(max_bytes)
         body = Body(self._capacity, ("client", request.remote))
         try:
+            await ask_for_body(request)
             async with asyncio.timeout(self._max_seconds) as limit:
                 body.content = await self._read(request, body, limit, max_bytes)
         except TimeoutError:
@@ -140,7 +142,7 @@ class BodyReader:
             raise body_too_slow() from None
         except web.RequestPayloadError as error:
             body.uncount()
-            raise bad_request("The body cannot be read as its Transfer-Encoding or Content-Encoding says.") from error
+            raise bad_request("The body cannot be read as its Transfer-Encoding says.") from error
         except BaseException:
             body.uncount()
             raise

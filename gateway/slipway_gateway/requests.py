@@ -8,6 +8,21 @@
 4. Until the first byte went out, another replica may be tried: when one is gone, draining (503), full (429), silent,
    dead, or has left the fleet.
 5. Forward the answer as it comes (`forwarding`); a stream that breaks off continues on another replica (`handover`).
+
+Who says no, and who turns it into something else:
+
+| what            | who says it                                  | who handles it, and what it becomes                 |
+|-----------------|----------------------------------------------|-----------------------------------------------------|
+| Refusal         | `front_door`, tenancy, bodies, waiting room  | `handle`, or `app` before it: the error answer      |
+| UpstreamError   | `upstream`, while an answer is awaited       | `_answer`: an AttemptFailure; another try           |
+| DeadlineError   | `upstream`, at the request's own deadline    | `_answer`: the Refusal 504                          |
+| BudgetError     | `upstream`, as a fallback is due             | `_answer`: NoAnswer                                 |
+| RejectedAttempt | `attempts`: an answer another may better     | `_answer`: an AttemptFailure; kept as last answer   |
+| NoneReady       | `picker`: no replica is left to try          | `_give_up`: the last answer, or a Refusal; NoAnswer |
+| UnknownRevision | `picker`: the pinned revision does not exist | `_pick`: the Refusal 404                            |
+| NoAnswer        | `_ask_service`: this service has none        | `_ask_services`: the fallback, else its Refusal     |
+| UpstreamError   | `upstream`, within a stream                  | `forwarding`: `handover`, or an error event         |
+| CancelledError  | the client left, or the shutdown cuts        | `handle`: 499 in the log; a 503 or an error event   |
 """
 
 import asyncio
@@ -21,7 +36,7 @@ import structlog
 from aiohttp import web
 
 from slipway_api.names import HEADER_ADAPTER, HEADER_TEXT_BLOCKS, HEADER_TOKEN_IDS
-from slipway_gateway.access_log import SHUTTING_DOWN, AccessLog, RequestRecord
+from slipway_gateway.access_log import AccessLog
 from slipway_gateway.accounting import Accounting
 from slipway_gateway.apis import GENERATING_PATHS, limit_field, refusal_response
 from slipway_gateway.attempts import FAILURES, Attempts, RejectedAttempt, rejected_attempt
@@ -54,9 +69,10 @@ from slipway_gateway.overload import Ladder, Step
 from slipway_gateway.picker.endpoints import Endpoint, Route
 from slipway_gateway.picker.pick import NoneReady, Picked, UnknownRevision
 from slipway_gateway.request_body import Body, BodyReader, InferenceRequest, parse, request_id
+from slipway_gateway.request_state import SHUTTING_DOWN, RequestState
 from slipway_gateway.resolve import may_use_all
 from slipway_gateway.shares import SharedCapacity
-from slipway_gateway.tenancy import Tenancy, internal_headers, set_max_tokens
+from slipway_gateway.tenancy import ATTEMPT_FAILURES, Tenancy, internal_headers, set_max_tokens
 from slipway_gateway.tenants import Caller
 from slipway_gateway.tracing import Tracing
 from slipway_gateway.upstream import (
@@ -144,7 +160,7 @@ class Requests:
         """The answer to one request. Once an answer has begun, `forwarding` ends it; here are only whole answers."""
         task = asyncio.current_task()
         assert task is not None
-        record = RequestRecord(request_id=request_id(request), path=request.path, outcomes=self.outcomes)
+        record = RequestState(request_id=request_id(request), path=request.path, outcomes=self.outcomes)
         record.trace = self.tracing.start(request.headers, request.path)
         self._open.add(task)
         self.idle.clear()
@@ -168,11 +184,12 @@ class Requests:
             if not self._open:
                 self.idle.set()
             self._metrics.open_requests.dec()
+            request[ATTEMPT_FAILURES] = tuple(record.failures)
             self.access_log.write(record)
             self.tenancy.account(record)
             record.trace.finish(record)
 
-    async def _read_and_answer(self, request: web.Request, record: RequestRecord) -> web.StreamResponse:
+    async def _read_and_answer(self, request: web.Request, record: RequestState) -> web.StreamResponse:
         if not self._fleet.view().synced:
             raise not_synced()
         caller = self.tenancy.authenticate(request)
@@ -185,6 +202,7 @@ class Requests:
             record.request_bytes = len(body.content)
             inference = parse(body.content, request, tenant=record.tenant)
             record.stream, record.max_tokens = inference.stream, inference.max_tokens
+            record.is_pinned = bool(inference.routing.pin)
             route = self._resolve(inference, record)
             self.tenancy.check(caller, body, inference, record)
             with self.tenancy.admit(caller, inference, record):
@@ -199,7 +217,7 @@ class Requests:
         route: Route,
         inference: InferenceRequest,
         body: Body,
-        record: RequestRecord,
+        record: RequestState,
     ) -> web.StreamResponse:
         """The answer of the service, or of its fallback where it cannot answer in time."""
         chain, table, asked, pin = Chain(), self._fleet.table, record.model, inference.routing.pin
@@ -227,7 +245,7 @@ class Requests:
             record.may_use = may_use_all  # the chain has asked, by the name that the tenant's patterns may name
             route = self._resolve(inference, record)
 
-    def _degrade(self, caller: Caller, inference: InferenceRequest, body: Body, record: RequestRecord) -> Step:
+    def _degrade(self, caller: Caller, inference: InferenceRequest, body: Body, record: RequestState) -> Step:
         """Refuse or shorten a request of an overloaded service; the step that the service is on."""
         step = self._ladder.step(self._fleet.waiting(record.service))
         if self._ladder.sheds(step, caller.tenant.priority):
@@ -247,7 +265,7 @@ class Requests:
         route: Route,
         inference: InferenceRequest,
         body: Body,
-        record: RequestRecord,
+        record: RequestState,
         until: float | None,
     ) -> web.StreamResponse:
         """The answer of one service; NoAnswer where it has none, or `until`, of the event loop's clock, passes."""
@@ -278,7 +296,7 @@ class Requests:
         request: web.Request,
         inference: InferenceRequest,
         body: Body,
-        record: RequestRecord,
+        record: RequestState,
         until: float | None,
     ) -> web.StreamResponse:
         """Try replicas until one answers or none is left to try."""
@@ -367,7 +385,7 @@ class Requests:
         inference: InferenceRequest,
         body: Body,
         headers: Mapping[str, str],
-        record: RequestRecord,
+        record: RequestState,
     ) -> None:
         """Send a copy of a request whose answer has begun to a mirrored revision, where its service has one."""
         service = self._fleet.table.services.get(record.service)
@@ -389,7 +407,7 @@ class Requests:
         seconds = known.request_seconds if known is not None else None
         return self._upstream.timeouts.request_seconds if seconds is None else seconds
 
-    def _resolve(self, inference: InferenceRequest, record: RequestRecord) -> Route:
+    def _resolve(self, inference: InferenceRequest, record: RequestState) -> Route:
         """Looked up before every attempt: the table may have changed while the last one failed."""
         key = inference.routing.cohort or record.request_key
         route = self._fleet.table.resolve(inference.routing.model, key, record.may_use)
@@ -415,7 +433,7 @@ class Requests:
             case NoneReady():
                 return picked
 
-    def _may_retry(self, record: RequestRecord) -> bool:
+    def _may_retry(self, record: RequestState) -> bool:
         if not self._policy.allows(record.failures):
             return False
         last = record.failures[-1]
@@ -426,7 +444,7 @@ class Requests:
         self._metrics.retries.labels(record.service, last.value).inc()
         return True
 
-    def _give_up(self, reason: NoneReady, attempts: Attempts, record: RequestRecord) -> web.Response | Refusal:
+    def _give_up(self, reason: NoneReady, attempts: Attempts, record: RequestState) -> web.Response | Refusal:
         """What the client gets when no replica answers: the last one's answer, or a refusal; with Retry-After."""
         if (answer := attempts.last_answer) is not None:
             record.status, record.finish = answer.status, "refused"
@@ -437,7 +455,7 @@ class Requests:
             return bad_gateway(record.error)
         return not_ready(reason.reason)
 
-    def _refuse(self, refusal: Refusal, record: RequestRecord) -> web.Response:
+    def _refuse(self, refusal: Refusal, record: RequestState) -> web.Response:
         record.status = refusal.status
         record.finish = record.finish or "refused"
         record.error = record.error or refusal.kind

@@ -5,6 +5,7 @@ that had it could not parse the error event after it. In a stream with marks (`s
 that says which tokens they were made of: replica and gateway write both at once, so they mostly arrive together.
 """
 
+import re
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -50,25 +51,29 @@ class EventSplitter:
 
     def __init__(self) -> None:
         self.events = 0
-        self._torn = b""
+        self._torn = bytearray()  # at most MAX_PENDING, and searched once
         self._last = b""
 
     def feed(self, chunk: bytes) -> bytes:
         """The part of the stream that may go out now; mostly `chunk` itself."""
         if self._torn:
-            chunk = self._torn + chunk
-            self._torn = b""
+            seam = bytes(self._torn[-3:]) + chunk
+            if len(self._torn) + len(chunk) <= MAX_PENDING and not any(end in seam for end in EVENT_ENDS):
+                self._torn += chunk
+                return b""
+            chunk = bytes(self._torn) + chunk
+            self._torn = bytearray()
         if not chunk.endswith(EVENT_ENDS):
             cut = max(chunk.rfind(end) + len(end) if end in chunk else 0 for end in EVENT_ENDS)
             if len(chunk) - cut <= MAX_PENDING:
-                chunk, self._torn = chunk[:cut], chunk[cut:]
+                chunk, self._torn = chunk[:cut], bytearray(chunk[cut:])
         if chunk:
             self.events += sum(chunk.count(end) for end in EVENT_ENDS)
             self._last = chunk
         return chunk
 
     def finish(self) -> bytes:
-        """Half an event is no event."""
+        """Drops an incomplete trailing event."""
         return b""
 
     @property
@@ -81,49 +86,86 @@ class MarkedEvents:
     """Lets the events of a stream with marks out, and takes the marks out of it.
 
     `on_tokens` gets each mark: the answer's index, its new token ids as they were written, whether the answer ended.
+    `on_held` gets the number of bytes that wait for a mark; False: there is no room for them. A stream that would hold
+    more than MAX_PENDING bytes, or for which there is no room, is forwarded event by event from then on, without a
+    handover: the replica may be any engine that a tenant chooses.
     """
 
-    def __init__(self, answers: int, on_tokens: Callable[[int, bytes, bool], None]) -> None:
+    def __init__(
+        self,
+        answers: int,
+        on_tokens: Callable[[int, bytes, bool], None],
+        on_held: Callable[[int], bool] = lambda _: True,
+    ) -> None:
         """`answers`: so many have not ended yet."""
         self.events = 0
         self.handover = ""
         self._open_answers = answers
         self._on_tokens = on_tokens
-        self._held = b""  # not covered by a mark yet
+        self._on_held = on_held
+        self._held = bytearray()  # not covered by a mark yet
+        self._whole = 0  # bytes of it that are whole events: no mark begins in them
         self._last = b""
+        self._unmarked: EventSplitter | None = None  # of the rest of a stream that was given up
 
     def feed(self, chunk: bytes) -> bytes:
         """The events that a mark covers; the usage and whatever else follows the last answer, once it is complete."""
-        if self._held:
-            chunk = self._held + chunk
-        covered, end = [], 0
-        for mark in TOKENS_MARK.finditer(chunk):
-            covered.append(chunk[end : mark.start()])
+        if self._unmarked is not None:
+            return self._pass(chunk)
+        held, seam = self._held, max(len(self._held) - 1, 0)
+        held += chunk
+        out = self._covered() if held.find(b"\n\n", seam) >= 0 else b""
+        self._last = out or self._last
+        waiting = len(self._held)
+        if waiting > MAX_PENDING or not self._on_held(waiting):
+            self._unmarked = EventSplitter()
+            rest, self._held = bytes(self._held), bytearray()
+            return out + self._pass(rest)
+        return out
+
+    def _covered(self) -> bytes:
+        """Take what may go out from the held bytes. Each byte is searched once, however small the pieces are."""
+        held, covered, end = self._held, [], 0
+        for mark in TOKENS_MARK.finditer(held, self._whole):
+            covered.append(bytes(held[end : mark.start()]))
             end = mark.end()
             index, token_ids, ended = mark.groups()
             if token_ids:
                 self.events += token_ids.count(b",") + 1
             if ended:
                 self._open_answers -= 1
-            self._on_tokens(int(index), token_ids, ended is not None)
-        if not self._open_answers:
+            self._on_tokens(int(index), bytes(token_ids), ended is not None)
+        whole = max(held.rfind(b"\n\n", end) + 2, end)
+        if not self._open_answers and whole > end:
             # All or nothing: what stands behind the last answer would be said again by a replica that continues.
-            whole = chunk.rfind(b"\n\n", end) + 2
-            if whole >= end + 2 and says_its_end(chunk[end:whole]):
-                covered.append(chunk[end:whole])
+            last = max(held.rfind(b"\n\n", end, whole - 2) + 2, end)
+            if says_its_end(bytes(held[last:whole])):
+                covered.append(bytes(held[end:whole]))
                 end = whole
-        self._held = chunk[end:]
-        out = b"".join(covered)
+        self._held = held[end:] if end else held
+        self._whole = whole - end
+        return b"".join(covered)
+
+    def _pass(self, chunk: bytes) -> bytes:
+        """Forward events that no mark needs to cover any longer, without the marks."""
+        assert self._unmarked is not None
+        before = self._unmarked.events
+        out = TOKENS_MARK.sub(b"", self._unmarked.feed(chunk))
+        self.events += self._unmarked.events - before
+        if (asked := HANDOVER_MARK.search(out)) is not None:
+            self.handover = _reason(asked)
+            out = out[: asked.start()]
         self._last = out or self._last
         return out
 
     def finish(self) -> bytes:
         """What no mark covers goes out only if it says how the stream ended; else another replica will say it."""
-        if (asked := HANDOVER_MARK.search(self._held)) is not None:
-            self.handover = asked[1].decode("utf-8", "replace") or "the replica goes away"
+        held = bytes(self._held)
+        if (asked := HANDOVER_MARK.search(held)) is not None:
+            self.handover = _reason(asked)
             return b""
-        if says_its_end(self._held):
-            self._last, self._held = self._held, b""
+        if says_its_end(held):
+            self._last, self._held = held, bytearray()
             return self._last
         return b""
 
@@ -131,6 +173,10 @@ class MarkedEvents:
     def is_complete(self) -> bool:
         """Whether the stream said how it ended: with [DONE], or with an error event of the runtime."""
         return says_its_end(self._last)
+
+
+def _reason(handover: re.Match[bytes]) -> str:
+    return handover[1].decode("utf-8", "replace") or "the replica goes away"
 
 
 def says_its_end(events: bytes) -> bool:

@@ -5,6 +5,7 @@ known, `admit` while it is being answered, and `account` when it has ended. With
 `ANYONE`'s, and the limits of the settings alone apply.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,10 +18,10 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from slipway_api.names import HEADER_PRIORITY, HEADER_TENANT
-from slipway_gateway.access_log import BYTES_PER_TOKEN, RequestRecord
 from slipway_gateway.accounting import Accounting
 from slipway_gateway.apis import GENERATING_PATHS, limit_field
 from slipway_gateway.errors import (
+    Refusal,
     bad_request,
     invalid_key,
     key_without_tenant,
@@ -29,10 +30,17 @@ from slipway_gateway.errors import (
     tenants_unreadable,
 )
 from slipway_gateway.limits import Denied, Limits
+from slipway_gateway.listener import MAY_SEND
 from slipway_gateway.request_body import EXPECTED_OUTPUT_TOKENS, Body, InferenceRequest
+from slipway_gateway.request_state import BYTES_PER_TOKEN, RequestState
 from slipway_gateway.tenants import ANYONE, MAX_KEY_CHARACTERS, Caller, TenantFiles, digest_of
 
 CALLER: Final = web.RequestKey("slipway.caller", Caller)  # of a request that this gateway makes itself, for a batch
+
+# The failed attempts of a request, for the batch worker.
+ATTEMPT_FAILURES: Final = web.RequestKey("slipway.attempt_failures", tuple)
+# Of a body that was refused by its headers: a client that is known and keeps its connection sends it first.
+MAX_UNREAD_BYTES: Final = 16 << 20
 
 _decode_raw = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -98,6 +106,7 @@ class Tenancy(Collector):
         if isinstance(known := request.get(CALLER), Caller):
             return known
         if self._files is None:
+            request[MAY_SEND] = MAX_UNREAD_BYTES
             return Caller(ANYONE)
         directory = self._files.refresh(self._clock())
         if directory is None:
@@ -109,6 +118,7 @@ class Tenancy(Collector):
         digest = digest_of(key) if len(key) <= MAX_KEY_CHARACTERS else ""
         caller = directory.callers.get(digest)
         if caller is not None:
+            request[MAY_SEND] = MAX_UNREAD_BYTES
             return caller
         if digest in directory.unclaimed:
             self._accounting.unauthenticated("no_tenant")
@@ -124,7 +134,7 @@ class Tenancy(Collector):
         found = (one for one in directory.tenants if one.label == tenant) if directory is not None else iter(())
         return next((Caller(one) for one in found), None)
 
-    def check(self, caller: Caller, body: Body, inference: InferenceRequest, record: RequestRecord) -> None:
+    def check(self, caller: Caller, body: Body, inference: InferenceRequest, record: RequestState) -> None:
         """Refuse more tokens than the tenant may ask for; fill in the default.
 
         The model was resolved among what the tenant may use, so neither logs nor metrics name what it may not see.
@@ -143,7 +153,7 @@ class Tenancy(Collector):
             message = f"{name} is {inference.max_tokens}; this caller may ask for at most {most}."
             raise bad_request(message, param=name)
 
-    def refuse_excess(self, caller: Caller, request: web.Request, record: RequestRecord) -> None:
+    def refuse_excess(self, caller: Caller, request: web.Request, record: RequestState) -> None:
         """Refuse a request beyond the tenant's rate or concurrency by its headers alone: a flood must cost little.
 
         Nothing is reserved: `admit` decides again, when the body is here.
@@ -171,7 +181,7 @@ class Tenancy(Collector):
             self._limits.settle(caller.tenant, granted, 0, self._clock())
 
     @contextmanager
-    def admit(self, caller: Caller, inference: InferenceRequest, record: RequestRecord) -> Iterator[None]:
+    def admit(self, caller: Caller, inference: InferenceRequest, record: RequestState) -> Iterator[None]:
         """Hold a place within the tenant's limits while the request is answered; a Refusal where there is none."""
         tenant, now = caller.tenant, self._clock()
         needed = record.request_bytes // BYTES_PER_TOKEN + (inference.max_tokens or EXPECTED_OUTPUT_TOKENS)
@@ -181,13 +191,19 @@ class Tenancy(Collector):
             raise tenant_limit(granted)
         try:
             yield
+        except asyncio.CancelledError:
+            record.is_abandoned = bool(record.sent)
+            raise
+        except Refusal as refusal:
+            record.is_abandoned = bool(record.sent) and refusal.status == 504
+            raise
         finally:
             usage = record.usage()
             self._limits.settle(tenant, granted, usage.input + usage.output, self._clock())
             if self._files is not None:
                 self._limits.forget_others(self.tenant_names)
 
-    def account(self, record: RequestRecord) -> None:
+    def account(self, record: RequestState) -> None:
         """Count what the ended request used, and write its audit record."""
         self._accounting.write(record)
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from slipway_gateway.access_log import NO_TRACE, RequestRecord, RequestTrace
+from slipway_gateway.request_state import NO_TRACE, RequestState, RequestTrace
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -111,7 +111,7 @@ class _Trace:
         headers = {"traceparent": f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(self._is_sampled):02x}"}
         return headers | ({"tracestate": self._state} if self._state else {})
 
-    def finish(self, record: RequestRecord) -> None:
+    def finish(self, record: RequestState) -> None:
         """Describe the request, and export its spans if they are wanted."""
         ttft = record.first_byte - record.arrived if record.first_byte else 0.0
         has_failed = record.status >= 500 or record.finish == "error"

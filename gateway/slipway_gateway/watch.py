@@ -10,10 +10,14 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import structlog
+from pydantic import BaseModel
 
-from slipway_api import names
-from slipway_api.inference_service import RoutingStrategy
+from slipway_api import autoscaling as kinds
+from slipway_api import lora_adapter, names
+from slipway_api.inference_service import Drain, Fallback, Hedging, RoutingStrategy
 from slipway_api.lora_adapter import PlacementMode
+from slipway_api.rollout_spec import Rollout
+from slipway_api.runtime_spec import Runtime
 from slipway_gateway.fleet import Fleet, View
 from slipway_gateway.panic import PanicMode, is_silent
 from slipway_gateway.picker.endpoints import Adapter, Endpoint, LatencyLimits, Service, WaitLimits
@@ -27,6 +31,11 @@ log = structlog.get_logger()
 # If the kind LoRAAdapter is not installed, or Namespaces may not be listed, that list never succeeds: the gateway then
 # serves without adapters, or knows only the namespaces of its objects.
 OPTIONAL_SECONDS: Final = 5.0
+
+
+def default_of(kind: type[BaseModel], field: str) -> Any:
+    """The default of a field of a kind. The mirrors below have few of the fields, and none of the defaults again."""
+    return kind.model_fields[field].get_default(call_default_factory=True)
 
 
 class RevisionStatus(Slim, frozen=True, gc=False):
@@ -58,9 +67,9 @@ class ServiceStatus(Slim, frozen=True, gc=False):
 class Activation(Slim, frozen=True, gc=False):
     """`spec.autoscaling.scaleToZero.activation`, with the defaults of the kind."""
 
-    max_queued_requests: int = 1000
-    max_queued_bytes: str | int = "256Mi"
-    max_wait_seconds: int = 600
+    max_queued_requests: int = default_of(kinds.Activation, "max_queued_requests")
+    max_queued_bytes: str | int = default_of(kinds.Activation, "max_queued_bytes")
+    max_wait_seconds: int = default_of(kinds.Activation, "max_wait_seconds")
 
 
 class ScaleToZero(Slim, frozen=True, gc=False):
@@ -72,40 +81,40 @@ class ScaleToZero(Slim, frozen=True, gc=False):
 class Autoscaling(Slim, frozen=True, gc=False):
     """`spec.autoscaling`."""
 
-    mode: str = "Active"
+    mode: str = default_of(kinds.Autoscaling, "mode")
     scale_to_zero: ScaleToZero | None = None
 
 
 class RuntimeSpec(Slim, frozen=True, gc=False):
     """`spec.runtime`."""
 
-    max_num_seqs: int = 64
+    max_num_seqs: int = default_of(Runtime, "max_num_seqs")
 
 
 class RolloutSpec(Slim, frozen=True, gc=False):
     """`spec.rollout`, as far as it says which revisions the operator has to admit to traffic."""
 
-    strategy: str = "RollingUpdate"
+    strategy: str = default_of(Rollout, "strategy")
     gates: dict[str, Any] | None = None
 
 
 class DrainSpec(Slim, frozen=True, gc=False):
     """`spec.drain`."""
 
-    handover: bool = True
+    handover: bool = default_of(Drain, "handover")
 
 
 class FallbackSpec(Slim, frozen=True, gc=False):
     """`spec.routing.fallback`."""
 
     service: str = ""
-    after_seconds: int = 3
+    after_seconds: int = default_of(Fallback, "after_seconds")
 
 
 class HedgingSpec(Slim, frozen=True, gc=False):
     """`spec.routing.hedging`, with the default of the kind."""
 
-    max_prompt_tokens: int = 512
+    max_prompt_tokens: int = default_of(Hedging, "max_prompt_tokens")
 
 
 class RoutingSpec(Slim, frozen=True, gc=False):
@@ -173,13 +182,13 @@ class Alias(Slim, frozen=True, gc=False):
     """`spec.alias` of a LoRAAdapter."""
 
     name: str = ""
-    weight: int = 1
+    weight: int = 1  # of an alias that names none
 
 
 class Placement(Slim, frozen=True, gc=False):
     """`spec.placement` of a LoRAAdapter."""
 
-    mode: str = PlacementMode.ALL
+    mode: str = default_of(lora_adapter.Placement, "mode")
 
 
 class AdapterSpec(Slim, frozen=True, gc=False):

@@ -22,6 +22,9 @@ from slipway_kube.resources import PODS
 DEFAULT_TIMEOUT: Final = 10.0
 CONNECT_TIMEOUT: Final = 5.0
 PAGE_SIZE: Final = 500
+MOST_BYTES: Final = 256 * 2**20  # of an answer of the API server; a page of objects is far smaller
+MOST_POD_BYTES: Final = 4 * 2**20  # of the answer of a pod, which its owner writes
+MOST_LINE_BYTES: Final = 16 * 2**20  # of a watch; etcd stores no object above 1.5 MiB
 
 JSON: Final = "application/json"
 APPLY_PATCH: Final = "application/apply-patch+yaml"  # JSON is YAML
@@ -107,7 +110,8 @@ class Client:
                 if response.status == 401:
                     self._connection.credentials.forget()
                 if response.status >= 300:
-                    raise from_response(response.status, await response.read(), response.headers.get("Retry-After"))
+                    refusal = await _read(response, MOST_POD_BYTES)
+                    raise from_response(response.status, refusal, response.headers.get("Retry-After"))
                 async with aclosing(_lines(response.content)) as lines:
                     async for line in lines:
                         yield line
@@ -196,7 +200,9 @@ class Client:
         travel in other headers.
         """
         route = f"{PODS.path(namespace, f'{name}:{port}')}/proxy{path}"
-        status, reply, _ = await self._exchange(method, route, headers=headers, body=body, timeout=timeout)
+        status, reply, _ = await self._exchange(
+            method, route, headers=headers, body=body, timeout=timeout, most=MOST_POD_BYTES
+        )
         if status >= 300 and b'"kind":"Status"' in reply[:100].replace(b" ", b""):
             raise from_response(status, reply)
         return ProxyReply(status, reply)
@@ -231,8 +237,9 @@ class Client:
         body: Any = None,
         content_type: str = JSON,
         timeout: float | None = None,
+        most: int = MOST_BYTES,
     ) -> tuple[int, bytes, str | None]:
-        """One request and its whole answer; the timeout includes waiting for the semaphore."""
+        """One request and its whole answer of at most `most` bytes; the timeout includes waiting for the semaphore."""
         seconds = self._timeout if timeout is None else timeout
         try:
             async with asyncio.timeout(seconds), self._calls:
@@ -240,7 +247,7 @@ class Client:
                     method, path, params=params, headers=headers, body=body, content_type=content_type
                 )
                 async with response:
-                    return response.status, await response.read(), response.headers.get("Retry-After")
+                    return response.status, await _read(response, most), response.headers.get("Retry-After")
         except TimeoutError as exc:
             raise Unreachable(f"{method} {path}: no answer within {seconds:g} s") from exc
         except (aiohttp.ClientError, OSError) as exc:
@@ -271,10 +278,23 @@ class Client:
         )
 
 
+async def _read(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """The whole body; raises Unreachable beyond `most` bytes, before more of it fills the memory."""
+    pieces, size = [], 0
+    async for piece in response.content.iter_any():
+        size += len(piece)
+        if size > most:
+            raise Unreachable(f"the answer is longer than {most} bytes")
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
 async def _lines(stream: aiohttp.StreamReader) -> AsyncGenerator[bytes, None]:
     """Split by newlines ourselves: aiohttp's `readline` fails on objects larger than its buffer."""
     rest = b""
     async for chunk in stream.iter_any():
+        if len(rest) > MOST_LINE_BYTES:
+            raise Unreachable(f"a line of a watch is longer than {MOST_LINE_BYTES >> 20} MiB")
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
             if line:

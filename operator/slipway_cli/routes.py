@@ -32,7 +32,7 @@ class Options:
 
 def export_routes(service: InferenceService, options: Options) -> list[dict[str, Any]]:
     """The objects, pools first; raises NotExportedError."""
-    if service.spec.routing.direct_access is DirectAccess.GATEWAY_ONLY:
+    if service.direct_access is DirectAccess.GATEWAY_ONLY:
         raise NotExportedError("its replicas answer only Slipway's gateway: spec.routing.directAccess is GatewayOnly")
     weights = {one.hash: one.weight for one in service.status.revisions if one.weight}
     if not weights:

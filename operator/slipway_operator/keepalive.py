@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 
 LONGEST_REPLY = 4 * 1024**2
+LONGEST_HEAD = 64 * 1024
 KEPT_AT_MOST = 12_000
 
 
@@ -74,6 +75,8 @@ class _Connection(asyncio.Protocol):
             raise BadReply(f"the reply is longer than {LONGEST_REPLY} bytes")
         end = self._buffer.find(b"\r\n\r\n")
         if end < 0:
+            if len(self._buffer) > LONGEST_HEAD:
+                raise BadReply(f"the head of the reply is longer than {LONGEST_HEAD} bytes")
             return None
         status_line, *lines = bytes(self._buffer[:end]).split(b"\r\n")
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}

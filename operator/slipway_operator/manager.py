@@ -188,6 +188,7 @@ class Manager:
                 network=_network(settings),
                 node_cache=_node_cache(settings),
                 pod_user=_pod_user(settings),
+                direct_access=settings.direct_access,
             ),
             token_digests=masters.digests,
             serving_digests=gateway_keys.digests,

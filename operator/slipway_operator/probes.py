@@ -35,7 +35,8 @@ async def serve_probes(
     app.router.add_get("/livez", answer(alive))
     app.router.add_get("/readyz", answer(ready))
     app.router.add_get("/metrics", exposition)
-    runner = web.AppRunner(app, access_log=None, handle_signals=False)
+    # Nobody here sends a body: none is decompressed, and none is read.
+    runner = web.AppRunner(app, access_log=None, handle_signals=False, auto_decompress=False, lingering_time=0)
     await runner.setup()
     try:
         # Port 0 is for tests: on all addresses it would be another port for each family.

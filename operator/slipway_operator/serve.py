@@ -44,6 +44,7 @@ environment:
   SLIPWAY_GATEWAY_KEY_DIR   folder with the gateway's key, likewise (/etc/slipway/gateway)
   SLIPWAY_GATEWAY_SELECTOR  labels of the gateways' pods in SLIPWAY_NAMESPACE, which are asked for their demand
   SLIPWAY_NETWORK_POLICY    on: each service gets a NetworkPolicy for its replicas; off: none (on)
+  SLIPWAY_DIRECT_ACCESS     Open or GatewayOnly, for new services whose spec names neither (Open)
   SLIPWAY_CLIENT_NAMESPACES comma-separated; their pods may call services with directAccess GatewayOnly
   SLIPWAY_METRICS_NAMESPACES comma-separated; their pods may scrape the replicas' admin port
   SLIPWAY_WATCH_NAMESPACES  comma-separated; empty means all

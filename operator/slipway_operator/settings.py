@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from slipway_api.inference_service import DirectAccess
 from slipway_api.types import BYTES_PATTERN
 
 ReplicaAccess = Literal["direct", "proxy"]
@@ -41,6 +42,8 @@ class OperatorSettings(BaseSettings):
     """Labels of the gateways' pods in the release namespace; they are asked for demand and outcomes."""
     network_policy: bool = Field(True, validation_alias="SLIPWAY_NETWORK_POLICY")
     """Whether each service gets a NetworkPolicy for its replicas."""
+    direct_access: DirectAccess = Field(DirectAccess.OPEN, validation_alias="SLIPWAY_DIRECT_ACCESS")
+    """spec.routing.directAccess of new services that name none. GatewayOnly: tenants are configured."""
     client_namespaces: Annotated[tuple[str, ...], NoDecode] = Field((), validation_alias="SLIPWAY_CLIENT_NAMESPACES")
     """Namespaces whose pods may reach the serving port of services that otherwise only a gateway may call."""
     metrics_namespaces: Annotated[tuple[str, ...], NoDecode] = Field((), validation_alias="SLIPWAY_METRICS_NAMESPACES")

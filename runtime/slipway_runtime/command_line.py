@@ -131,7 +131,16 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--speculation-max-tokens", type=int, default=0, help="tokens drafted at most in one step")
     _add_adapter_flags(serve)
     serve.add_argument(
-        "--kv-events-endpoint", default="", metavar="ADDRESS", help="publish KV events here: tcp://*:5557"
+        "--kv-events-endpoint",
+        default="",
+        metavar="ADDRESS",
+        help="publish KV events, which contain the tokens of prompts: tcp://*:5557 on loopback, tcp://0.0.0.0:5557 to "
+        "every pod that connects",
+    )
+    serve.add_argument(
+        "--metrics-on-serving-port",
+        action="store_true",
+        help="serve /metrics on the port for clients too, for a runtime without a gateway",
     )
     serve.add_argument(
         "--legacy-metric-names", action="store_true", help="export metrics under the names of older vLLMs too"
@@ -258,6 +267,9 @@ def _process_settings(arguments: argparse.Namespace, environment: Mapping[str, s
         run_directory=run_directory(environment),
         cache_directory=cache_directory(environment),
         admin_token_digests=tuple(d.strip() for d in digests.split(",") if d.strip()),
+        gateway_token_digests=tuple(
+            d.strip() for d in environment.get(names.ENV_GATEWAY_TOKEN_SHA256, "").split(",") if d.strip()
+        ),
         pod=environment.get("POD_NAME", ""),
         namespace=environment.get("POD_NAMESPACE", ""),
     )

@@ -90,7 +90,14 @@ async def serve(settings: RuntimeSettings) -> int:
         max_body_bytes=settings.max_body_bytes,
         adapter_endpoints=settings.adapter_endpoints,
         token_digests=settings.serving_token_digests,
+        gateway_token_digests=settings.gateway_token_digests,
+        has_metrics=settings.metrics_on_serving_port,
     )
+    if settings.kv_events_endpoint and not settings.kv_events_endpoint.startswith(("tcp://127.", "tcp://*:")):
+        log.warning(
+            "KV events contain the tokens of prompts, and anybody who connects reads them",
+            endpoint=settings.kv_events_endpoint,
+        )
     choice = ModelChoice(settings, replica)
     admin = admin_app(replica, choice, token_digests=settings.admin_token_digests)
     # The threads end after the ports, so that a late request does not meet a closed thread pool.

@@ -150,7 +150,7 @@ class RuntimeSettings:
     adapter_endpoints: bool = False  # whether clients may load and unload adapters over HTTP
     credentials_for: tuple[str, ...] = ()  # addresses under which clients' adapters are read with our credentials
     private_adapter_addresses: bool = False  # whether clients may name http(s) addresses of private networks
-    kv_events_endpoint: str = ""  # a ZeroMQ address to publish on, such as tcp://*:5557; empty: off
+    kv_events_endpoint: str = ""  # a ZeroMQ address to publish on; `*` is 127.0.0.1; empty: off
     no_prefix_caching: bool = False
     no_overlap: bool = False  # schedule each step only after the previous one is done
     in_process: bool = False  # the engine as a thread of the API's process
@@ -160,12 +160,14 @@ class RuntimeSettings:
     stall_seconds: float = 30.0  # an engine with requests and no step for so long is not ready
     hang_seconds: float = 120.0  # then it is restarted; longer than any step, also the first of a shape
     threads: int = 0  # 0: torch decides; comes from OMP_NUM_THREADS
+    metrics_on_serving_port: bool = False  # /metrics for everybody who reaches the port for clients
     legacy_metric_names: bool = False  # export metrics under the names of older vLLMs too
     log_level: str = "INFO"
     run_directory: Path = Path(names.RUN_DIRECTORY)
     cache_directory: Path = Path(names.CACHE_DIRECTORY)
     admin_token_digests: tuple[str, ...] = ()  # empty: the admin port listens on localhost only
     serving_token_digests: tuple[str, ...] = ()  # empty: the serving port requires no token
+    gateway_token_digests: tuple[str, ...] = ()  # of an open port: whoever shows one is believed its internal headers
     pod: str = ""
     namespace: str = ""
 
@@ -176,6 +178,7 @@ class RuntimeSettings:
             given["gpu_memory_utilization"] = float(spec.gpu_memory_utilization)
         given["max_cpu_adapters"] = spec.max_cpu_adapters or max(0, spec.max_adapters)
         if isinstance(spec, LoadModelRequest):
+            given["gateway_token_digests"] = spec.gateway_token_sha256 or self.gateway_token_digests
             given["serving_token_digests"] = spec.serving_token_sha256 or self.serving_token_digests
             given["standby"] = ""  # this request claims a process in standby
             given["drain_timeout"] = float(spec.drain_timeout_seconds) or self.drain_timeout
@@ -215,7 +218,12 @@ class RuntimeSettings:
             raise ValueError("--kv-cache-host-bytes keeps cold prefixes, and --no-prefix-caching leaves none to keep")
         if self.kv_events_endpoint and not _KV_EVENTS_ENDPOINT.fullmatch(self.kv_events_endpoint):
             raise ValueError(
-                f"--kv-events-endpoint {self.kv_events_endpoint!r} must name an address and a port, as tcp://*:5557"
+                f"--kv-events-endpoint {self.kv_events_endpoint!r} must name an address and a port, as tcp://127.0.0.1:5557"
+            )
+        if self.metrics_on_serving_port and (self.serving_token_digests or self.gateway_token_digests):
+            raise ValueError(
+                "--metrics-on-serving-port is for a runtime without a gateway: in a pod it would show tenants and"
+                " models to every caller; scrape the admin port"
             )
         if not all(_SHA256.fullmatch(digest) for digest in self.serving_token_digests):
             raise ValueError("--serving-token-sha256 must be 64 lower-case hex digits")

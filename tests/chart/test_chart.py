@@ -259,6 +259,21 @@ def test_with_tenants_the_gateway_reads_their_files_and_counts_its_own_replicas(
     assert "slipway-gateway-peers" not in of_kind(rendered, "Role")
 
 
+@pytest.mark.capability("SE-11")
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ((), "Open"),
+        (TENANTS, "GatewayOnly"),
+        ((*TENANTS, "routing.directAccessDefault=Open"), "Open"),
+        (("routing.directAccessDefault=GatewayOnly",), "GatewayOnly"),
+    ],
+)
+def test_with_tenants_new_services_are_closed_to_direct_callers(apiserver, settings, expected):
+    """review/shipping.md 1"""
+    assert environment_of(render(apiserver, *settings), "operator")["SLIPWAY_DIRECT_ACCESS"] == expected
+
+
 def test_tenants_without_keys_are_refused(apiserver):
     with pytest.raises(CommandError, match="belong together"):
         render(apiserver, TENANTS[0])

@@ -212,3 +212,22 @@ def test_the_operator_is_told_which_user_its_pods_get(apiserver):
     assert told() == "65532:65532"
     assert told("podSecurity.user=1000720000", "podSecurity.group=0") == "1000720000:0"
     assert told("podSecurity.assignedByPlatform=true") == "platform"
+
+
+# The last test: it installs the chart with other values.
+@pytest.mark.capability("SE-11", "PF-31")
+def test_beside_tenants_kubectl_warns_of_services_that_are_open_to_direct_callers(platform):
+    """review/shipping.md 1"""
+    opened = {"routing": {"directAccess": "Open"}}
+    assert warnings_of(platform, opened) == "", "nobody needs a key anyway"
+    tenants = ("gateway.tenants.configMap=tenants", "gateway.tenants.keysSecret=keys")
+    upgrade(platform, f"watchNamespaces={{{NAMESPACE}}}", *tenants)
+    for _ in range(60):
+        if said := warnings_of(platform, opened):
+            break
+        subprocess.run(["sleep", "0.5"], check=True)
+
+    assert "open to direct callers" in said
+    assert "GatewayOnly" in said
+    assert warnings_of(platform, {}) == "", "the default of the installation closes it"
+    assert warnings_of(platform, {"routing": {"directAccess": "GatewayOnly"}}) == ""

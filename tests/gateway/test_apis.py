@@ -13,11 +13,11 @@ import pytest_asyncio
 import yaml
 from aiohttp.test_utils import make_mocked_request
 
-from slipway_gateway.access_log import RequestRecord
 from slipway_gateway.apis import error_event
 from slipway_gateway.errors import unknown_model
 from slipway_gateway.mirror import text_of
 from slipway_gateway.request_body import parse
+from slipway_gateway.request_state import RequestState
 from slipway_gateway.sse import says_its_end
 from slipway_gateway.tenants import digest_of
 from tests.gateway.doubles import MODEL
@@ -165,14 +165,14 @@ async def test_models_are_listed_as_the_client_asks_and_a_head_has_no_body(pair:
             assert await head.read() == b""
 
 
-async def test_a_compressed_body_is_unpacked_by_the_gateway(pair: Pair):
-    """The replica refuses one: what the gateway forwards is as it has read it."""
+async def test_a_compressed_body_is_415_from_the_gateway_as_from_the_replica(pair: Pair):
+    """review/control-plane.md 2"""
     body = json.dumps({"model": MODEL} | body_of(RESPONSES)).encode()
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     url = f"http://127.0.0.1:{pair.gateway.port}{RESPONSES}"
 
     async with pair.http.post(url, data=gzip.compress(body), headers=headers) as answer:
-        assert answer.status == 200, await answer.text()
+        assert answer.status == 415
 
 
 async def read(pair: Pair, path: str, *cuts: int) -> list[dict[str, Any]]:
@@ -233,7 +233,7 @@ async def test_an_error_event_ends_a_stream_of_its_api(path: str):
     ],
 )  # fmt: skip
 async def test_usage_and_end_are_read_in_the_words_of_each_api(tail: bytes, usage: tuple[int, ...], finish: str):
-    record = RequestRecord("id", "/v1/messages", status=200, forwarded=1.0)
+    record = RequestState("id", "/v1/messages", status=200, forwarded=1.0)
     record.tail.append(tail)
 
     said = record.usage()

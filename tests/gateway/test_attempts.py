@@ -218,7 +218,7 @@ async def test_nothing_is_ever_written_into_an_answer_that_has_begun(failure, mo
             def fail(*arguments):
                 raise ValueError("a defect of the gateway")
 
-            monkeypatch.setattr("slipway_gateway.access_log.RequestRecord.add_forwarded", fail)
+            monkeypatch.setattr("slipway_gateway.access_log.RequestState.add_forwarded", fail)
             runtime.allow(1)
         with contextlib.suppress(ConnectionResetError):
             received += await reader.read()

@@ -15,13 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipway_gateway.batch.api import check_input
+from slipway_gateway.batch.limits import BatchLimits
 from slipway_gateway.batch.store import BatchStore, finished_lines
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.gateway import Gateway
 from slipway_gateway.picker.endpoints import Endpoint, Service
 from slipway_gateway.settings import GatewaySettings
 from slipway_gateway.tenants import digest_of
-from tests.gateway.doubles import MODEL, Runtime, a_caller, answer_whole, be_full, until
+from tests.gateway.doubles import MODEL, Runtime, a_caller, answer_whole, be_full, hang_up, until
+from tests.gateway.test_tenancy import KEY as TENANT_KEY
+from tests.gateway.test_tenancy import write_tenants
 
 CHAT = "/v1/chat/completions"
 KEY = f"team/{MODEL}"
@@ -292,3 +295,140 @@ def test_a_batch_is_locked_by_one_process_at_a_time(tmp_path):
     folder.save_batch({"id": "batch_" + "0" * 24})
     assert folder.lock("batch_" + "0" * 24) is not None
     assert folder.lock("batch_" + "0" * 24) is None
+
+
+@pytest.mark.capability("API-13", "RD-3")
+async def test_a_line_that_crashes_replicas_is_an_error_of_that_line_after_two(tmp_path):
+    """review/control-plane.md 7: it was asked again, two replicas a second, for 24 hours."""
+
+    async def crash_on_poison(runtime: Runtime, request: web.Request) -> web.StreamResponse:
+        is_poison = runtime.bodies[-1].get("seed") == 666
+        return await (hang_up if is_poison else answer_whole)(runtime, request)
+
+    async with Runtime(crash_on_poison) as runtime, serving(tmp_path, runtime) as gateway:
+        client = a_client(gateway)
+        done = await ended(client, await submit(client, line("good"), line("poison", seed=666)))
+        errors = await results(client, done.error_file_id)
+        poisoned = sum(body.get("seed") == 666 for body in runtime.bodies)
+
+    assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", 1, 1)
+    assert errors["poison"]["status_code"] == 502
+    assert poisoned <= 3, "two suspected crashes, of which one may have been an idle connection"
+
+
+@pytest.mark.capability("API-13")
+async def test_an_answer_that_takes_too_long_is_an_error_of_its_line_and_not_computed_again(tmp_path):
+    """review/control-plane.md 7"""
+    async with Runtime().hold() as runtime, serving(tmp_path, runtime, request_seconds=0.3) as gateway:
+        client = a_client(gateway)
+        done = await ended(client, await submit(client, line("long")))
+        errors = await results(client, done.error_file_id)
+
+    assert errors["long"]["status_code"] == 504
+    assert runtime.requests == 1
+
+
+@pytest.mark.capability("API-13")
+async def test_an_answer_that_is_not_json_is_an_error_of_its_line(tmp_path):
+    async def mumble(runtime: Runtime, request: web.Request) -> web.StreamResponse:
+        return web.Response(text="mumble")
+
+    async with Runtime(mumble) as runtime, serving(tmp_path, runtime) as gateway:
+        client = a_client(gateway)
+        done = await ended(client, await submit(client, line("one")))
+        errors = await results(client, done.error_file_id)
+
+    assert done.request_counts.failed == 1
+    assert errors["one"]["body"]["error"]["message"] == "The answer is not JSON."
+
+
+@pytest.mark.capability("API-13", "BS-4", "SE-9")
+async def test_what_a_tenant_may_keep_holds_for_uploads_at_the_same_time(tmp_path):
+    """review/control-plane.md 12: 20 uploads of 1 MiB at once, within a limit of 2 MiB, were all accepted."""
+    size = 20_000
+    limits = {"batch_max_tenant_bytes": 3 * size, "batch_max_file_bytes": size}
+    async with Runtime() as runtime, serving(tmp_path, runtime, **limits) as gateway:
+        client = a_client(gateway)
+        uploads = [client.files.create(file=("a.jsonl", b"x" * size), purpose="batch") for _ in range(12)]
+        answers = await asyncio.gather(*uploads, return_exceptions=True)
+        kept = [one for one in answers if not isinstance(one, Exception)]
+
+    assert 1 <= len(kept) <= 3
+    assert {one.status_code for one in answers if isinstance(one, openai.APIStatusError)} == {413}
+    on_disk = [path.stat().st_size for path in tmp_path.glob("*/files/*.jsonl")]
+    assert on_disk == [size] * len(kept), "nothing is left of what was refused"
+
+
+@pytest.mark.capability("API-13", "SE-9")
+async def test_the_number_of_files_is_bounded_and_their_calls_too(tmp_path, monkeypatch):
+    """review/control-plane.md 12"""
+    monkeypatch.setattr(GatewaySettings, "batch_limits", BatchLimits(files=3, calls=2))
+    async with Runtime() as runtime, serving(tmp_path, runtime) as gateway:
+        client = a_client(gateway)
+        for _ in range(3):
+            await client.files.create(file=("a.jsonl", b""), purpose="batch")
+        with pytest.raises(openai.BadRequestError, match="has 3 files; the limit is 3"):
+            await client.files.create(file=("a.jsonl", b""), purpose="batch")
+        answers = await asyncio.gather(*(client.files.list() for _ in range(20)), return_exceptions=True)
+        assert any(isinstance(one, openai.RateLimitError) for one in answers)
+        assert len((await client.files.list()).data) == 3
+
+
+@pytest.mark.capability("API-13", "SE-9")
+async def test_the_limit_of_open_batches_holds_for_batches_at_the_same_time(tmp_path, monkeypatch):
+    """review/control-plane.md 12"""
+    monkeypatch.setattr(GatewaySettings, "batch_limits", BatchLimits(open_batches=2))
+    async with Runtime().hold() as runtime, serving(tmp_path, runtime) as gateway:
+        client = a_client(gateway)
+        file = await client.files.create(file=("in.jsonl", jsonl(line("q"))), purpose="batch")
+        made = [client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h") for _ in range(8)]
+        answers = await asyncio.gather(*made, return_exceptions=True)
+
+    assert sum(not isinstance(one, Exception) for one in answers) == 2
+
+
+@pytest.mark.capability("API-13", "MT-1")
+async def test_the_requests_a_minute_of_a_tenant_hold_for_files_and_batches(tmp_path):
+    """review/control-plane.md 12"""
+    files = write_tenants(tmp_path, requestsPerMinute=3)
+    async with Runtime() as runtime, serving(tmp_path / "batches", runtime, **files) as gateway:
+        client = a_client(gateway, TENANT_KEY)
+        for _ in range(3):
+            await client.files.list()
+        with pytest.raises(openai.RateLimitError, match="the limit is 3 requests a minute"):
+            await client.batches.list()
+
+
+@pytest.mark.capability("API-13")
+async def test_lists_are_read_page_by_page_as_the_stock_client_does(tmp_path):
+    """review/control-plane.md 12: `limit` and `after` were ignored."""
+    async with Runtime() as runtime, serving(tmp_path, runtime) as gateway:
+        client = a_client(gateway)
+        made = {(await client.files.create(file=("a.jsonl", b""), purpose="batch")).id for _ in range(5)}
+        first = await client.files.list(limit=2)
+        found = [one.id async for one in client.files.list(limit=2)]
+        with pytest.raises(openai.BadRequestError, match="`limit` must be a number from 1 to 1000"):
+            await client.files.list(limit=0)
+        with pytest.raises(openai.BadRequestError, match="`after` names nothing"):
+            await client.files.list(after="file-nothing")
+
+    assert len(first.data) == 2
+    assert (len(found), set(found)) == (5, made)
+
+
+def test_ended_batches_are_read_once_and_forgotten_after_a_time(tmp_path):
+    """review/control-plane.md 12: all records of all tenants were read every two seconds."""
+    store = BatchStore(tmp_path)
+    folder = store.folder("fox")
+    for number in range(10):
+        ended = number < 9
+        folder.save_batch(
+            {"id": f"batch_{number:024x}", "status": "completed" if ended else "in_progress", "created_at": number}
+            | ({"completed_at": number} if ended else {})
+        )
+    for _ in range(5):
+        assert store.unfinished() == [("fox", f"batch_{9:024x}")]
+    assert store.records_read == 10 + 4
+
+    assert folder.forget_ended(before=3, most=4) == 5
+    assert [record["created_at"] for record in folder.batches()] == [9, 8, 7, 6, 5]

@@ -3,10 +3,13 @@
 import pytest
 
 from slipway_api.gateway_api import OUTCOME_BUCKETS
-from slipway_gateway.access_log import RequestRecord
+from slipway_gateway.access_log import AccessLog
+from slipway_gateway.fleet import Fleet
 from slipway_gateway.health import AttemptFailure
+from slipway_gateway.metrics import Metrics
 from slipway_gateway.outcomes import Outcomes
 from slipway_gateway.picker.endpoints import LatencyLimits
+from slipway_gateway.request_state import RequestState
 
 LOST, MOVED, SHED = AttemptFailure.LOST, AttemptFailure.MOVED, AttemptFailure.SHED
 
@@ -103,8 +106,8 @@ def test_a_copy_for_a_mirrored_revision_counts_for_the_revision_only():
 LIMITS = LatencyLimits(ttft_seconds=1.0, itl_seconds=0.1)
 
 
-def a_record(*, status=200, finish="stop", ttft=0.5, itl=None, stream=True) -> RequestRecord:
-    record = RequestRecord(request_id="r", path="/v1/chat/completions", latency_limits=LIMITS)
+def a_record(*, status=200, finish="stop", ttft=0.5, itl=None, stream=True) -> RequestState:
+    record = RequestState(request_id="r", path="/v1/chat/completions", latency_limits=LIMITS)
     record.status, record.finish, record.arrived, record.first_byte = status, finish, 100.0, 100.0 + ttft
     if stream:
         now = [0.0]
@@ -152,7 +155,7 @@ def test_what_the_client_did_counts_neither_as_good_nor_as_bad(status, expected)
 )
 @pytest.mark.capability("OB-7")
 def test_a_client_that_closes_after_the_last_event_has_not_left_before_the_end(pieces, expected):
-    record = RequestRecord(request_id="one", path="/v1/chat/completions", status=200)
+    record = RequestState(request_id="one", path="/v1/chat/completions", status=200)
     for piece in pieces:
         record.add_forwarded(piece)
 
@@ -160,3 +163,22 @@ def test_a_client_that_closes_after_the_last_event_has_not_left_before_the_end(p
 
     assert record.status == expected
     assert record.finish == ("cancelled" if expected == 499 else "")
+
+
+@pytest.mark.capability("RG-1")
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_requests_that_pin_a_revision_do_not_decide_its_canary_and_count_for_the_service(is_pinned):
+    """review/control-plane.md 18: 60 pinned requests were all that the analysis saw."""
+    outcomes = Outcomes("boot")
+    record = a_record()
+    record.service, record.revision, record.outcomes, record.is_pinned = "ns/chat", "r2", outcomes, is_pinned
+    record.pace, record.stream, record.forwarded, record.status = None, True, 0.0, 200
+    record.add_forwarded(b"data: 1\n\n")
+    record.add_forwarded(b"data: 2\n\n")
+    AccessLog(Metrics(Fleet(), open_to_anyone=True)).write(record)
+    report = outcomes.report()
+
+    assert [(one.revision, one.requests, sum(one.itl)) for one in report.revisions if one.requests or one.itl] == (
+        [] if is_pinned else [("r2", 1, 1)]
+    )
+    assert [(one.requests, sum(one.itl)) for one in report.services] == [(1, 1)]

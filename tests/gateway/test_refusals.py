@@ -60,7 +60,8 @@ async def test_the_stock_client_reads_the_refusal_of_a_large_request_and_keeps_i
                 await client.chat.completions.create(model="chat", messages=[{"role": "user", "content": LARGE}])
             assert 1 <= int(refusal.value.response.headers["retry-after"]) <= 61
             assert refusal.value.response.headers["retry-after-ms"]
-        assert [model.id for model in (await client.models.list()).data] == ["chat"]
+        with pytest.raises(openai.RateLimitError):
+            await client.models.list()
 
         assert len(connections) == 1
     assert len(parsed) == 1, "only the body of the admitted request"
@@ -168,3 +169,24 @@ def test_asking_whether_a_limit_is_reached_reserves_nothing():
     denied = limits.over_requests(tenant, 0.0)
     assert denied is not None
     assert denied.limit == "concurrency"
+
+
+@pytest.mark.capability("MT-1", "RG-6")
+async def test_a_prompt_that_was_sent_counts_although_its_client_left(tmp_path):
+    """review/control-plane.md 11: 30 of 30 prompts of 1,500 tokens reached a replica within 2,000 tokens a minute."""
+    files = write_tenants(tmp_path, tokensPerMinute=2000)
+    prompt = [{"role": "user", "content": "Once more. " * 600}]
+    async with Runtime().hold() as runtime, a_tenanted_gateway(runtime, files) as gateway:
+        client = a_client(gateway)
+        for _ in range(6):
+            asked = asyncio.create_task(client.chat.completions.create(model="chat", messages=prompt, max_tokens=1))
+            reached = runtime.requests
+            while runtime.requests == reached and not asked.done():  # noqa: ASYNC110  as above
+                await asyncio.sleep(0.005)
+            asked.cancel()
+            answer = await asyncio.gather(asked, return_exceptions=True)
+            while gateway.requests.open:  # noqa: ASYNC110  as above
+                await asyncio.sleep(0.005)
+
+        assert isinstance(answer[0], openai.RateLimitError)
+        assert runtime.requests == 1

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipway_api.stream_marks import handover_mark, tokens_mark
-from slipway_gateway.sse import EventSplitter, MarkedEvents, error_event
+from slipway_api.stream_marks import TOKENS_MARK, handover_mark, tokens_mark
+from slipway_gateway import sse
+from slipway_gateway.sse import MAX_PENDING, EventSplitter, MarkedEvents, error_event
 
 EVENTS = [b'data: {"n": 1}', b": comment", b'data: {"text": "a\\n\\nb"}', b"data: [DONE]"]
 
@@ -101,3 +102,49 @@ def test_an_error_event_passes_and_a_handover_does_not(cuts, last):
     assert out == as_event("x") + (b"" if last else end)
     assert marked.is_complete != last
     assert marked.handover == ("the drain deadline" if last else "")
+
+
+@pytest.mark.capability("SE-9")
+@pytest.mark.parametrize("piece", [b"x", b"x" * 65_536, b"data: 1\n\n", b"data: [DONE]\n\n", b": tokens 0 "], ids=len)
+@pytest.mark.parametrize("answers", [0, 1])
+def test_a_replica_that_never_marks_its_events_fills_a_bounded_buffer_and_its_bytes_pass(piece, answers):
+    """review/control-plane.md 8"""
+    held, passed = [], 0
+    events = MarkedEvents(answers, lambda *_: None, lambda size: held.append(size) is None)
+    pieces = min(MAX_PENDING // len(piece) * 3, 30_000 if len(piece) < 100 else 10**9)
+    if len(piece) < 100:
+        passed += len(events.feed(b"y" * (MAX_PENDING - 1_000)))
+    for _ in range(pieces):
+        passed += len(events.feed(piece))
+
+    assert max(held) <= MAX_PENDING + len(piece)
+    assert passed > 0
+
+
+@pytest.mark.capability("SE-9")
+def test_each_byte_of_a_stream_is_searched_once_however_small_its_pieces_are(monkeypatch):
+    """review/control-plane.md 8: the buffer was scanned again at each chunk."""
+    searched = 0
+
+    class Counting:
+        def finditer(self, text, start=0):
+            nonlocal searched
+            searched += len(text) - start
+            return TOKENS_MARK.finditer(text, start)
+
+    monkeypatch.setattr(sse, "TOKENS_MARK", Counting())
+    events = MarkedEvents(1, lambda *_: None)
+    stream = b"data: 1\n\n" * 20_000
+    for start in range(0, len(stream), 5):
+        events.feed(stream[start : start + 5])
+
+    assert searched <= 3 * len(stream)
+
+
+def test_a_stream_without_room_passes_event_by_event_and_without_marks():
+    events = MarkedEvents(1, lambda *_: None, lambda _: False)
+    stream = b"data: 1\n\n" + tokens_mark(0, [5], ended=False) + b"data: 2\n\n" + b"data: [DONE]\n\n"
+    passed = b"".join(events.feed(stream[at : at + 4]) for at in range(0, len(stream), 4))
+
+    assert passed == b"data: 1\n\ndata: 2\n\ndata: [DONE]\n\n"
+    assert events.is_complete

@@ -1,12 +1,14 @@
 """Tenants in front of the real runtime: caches are shared within a tenant only, and reports of load are understood."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import openai
 import pytest
 import yaml
 
 from bench.servers import MODEL_NAME, Server, a_runtime
+from slipway_api.admin_token import serving_token, token_digest
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.gateway import Gateway
 from slipway_gateway.picker.endpoints import Endpoint, Service
@@ -15,13 +17,16 @@ from slipway_gateway.tenants import digest_of
 
 pytestmark = pytest.mark.timeout(180)
 
+GATEWAY_KEY = b"the gateway's key"
+DIGEST = token_digest(serving_token(GATEWAY_KEY, "team", "chat"))  # by which replicas of team/chat know the gateway
 PROMPT = "Once upon a time there was a fox who lived by a river and counted the stars every night. " * 8
 
 
 @pytest.fixture(scope="module")
 def runtime() -> Iterator[Server]:
-    with a_runtime("--revision", "r1") as server:
-        yield server
+    with pytest.MonkeyPatch.context() as environment, ExitStack() as stack:
+        environment.setenv("SLIPWAY_GATEWAY_TOKEN_SHA256", DIGEST)
+        yield stack.enter_context(a_runtime("--revision", "r1"))
 
 
 @pytest.mark.capability("MT-1", "CO-2", "RG-3", "SE-1")
@@ -31,13 +36,16 @@ async def test_two_tenants_of_one_replica_share_its_time_and_not_its_cache(runti
     for tenant in tenants:
         (tmp_path / "keys" / str(tenant["name"])).write_text(digest_of(f"sk-{tenant['name']}"))
     (tmp_path / "tenants.yaml").write_text(yaml.safe_dump({"tenants": tenants}))
+    (tmp_path / "gateway").mkdir()
+    (tmp_path / "gateway" / "current").write_bytes(GATEWAY_KEY)
     settings = GatewaySettings(
         host="127.0.0.1", port=0, admin_port=0, propagation_seconds=0,
         tenants_file=tmp_path / "tenants.yaml", keys_directory=tmp_path / "keys",
+        key_directory=tmp_path / "gateway",
     )  # fmt: skip
     fleet = Fleet()
     fleet.set_service("team/chat", Service("team/chat", MODEL_NAME))
-    fleet.set_endpoint("team/p", Endpoint("team/p", "team/chat", "r1", runtime.url))
+    fleet.set_endpoint("team/p", Endpoint("team/p", "team/chat", "r1", runtime.url, token_digests=(DIGEST,)))
 
     async def cached(tenant: str) -> int:
         client = openai.AsyncOpenAI(

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from slipway_kube import errors
 from slipway_kube.auth import Connection, RefreshingCredentials, StaticCredentials
-from slipway_kube.client import Client
+from slipway_kube.client import MOST_POD_BYTES, Client
 from slipway_kube.informer import Informer
 from slipway_kube.objects import Pod
 from slipway_kube.resources import PODS
@@ -171,3 +171,33 @@ async def test_an_informer_over_real_sockets_follows_and_survives_a_broken_conne
         await asyncio.wait_for(news.wait(), 10)
         assert pods.get("team", "after") is not None
         assert pods.relists == 0
+
+
+@pytest.mark.capability("SE-9")
+async def test_the_answer_of_a_pod_is_read_up_to_a_limit():
+    """review/control-plane.md 8: a pod's owner decides what it answers."""
+    sent = 0
+
+    async def flood(request: web.Request) -> web.StreamResponse:
+        nonlocal sent
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while sent < 64 * MOST_POD_BYTES:
+            await response.write(bytes(1 << 20))
+            sent += 1 << 20
+        return response
+
+    application = web.Application()
+    application.router.add_get("/{path:.*}", flood)
+    runner = web.AppRunner(application, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0]
+    try:
+        async with Client(Connection(f"http://{host}:{port}", RefreshingCredentials(dict))) as client:
+            with pytest.raises(errors.Unreachable, match=f"longer than {MOST_POD_BYTES} bytes"):
+                await client.proxy_to_pod("team", "pod", 8001, "/signals")
+    finally:
+        await runner.cleanup()
+
+    assert sent < 64 * MOST_POD_BYTES

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from slipway_api.inference_service import DirectAccess
 from slipway_operator.settings import OperatorSettings, explain
 
 VARIABLES = [str(field.validation_alias) for field in OperatorSettings.model_fields.values()]
@@ -41,6 +42,7 @@ def test_every_variable_reaches_its_setting(monkeypatch):
         "SLIPWAY_GATEWAY_SELECTOR": "app=gateway",
         "SLIPWAY_NETWORK_POLICY": "off",
         "SLIPWAY_CLIENT_NAMESPACES": "batch",
+        "SLIPWAY_DIRECT_ACCESS": "GatewayOnly",
         "SLIPWAY_METRICS_NAMESPACES": "monitoring,",
         "SLIPWAY_WATCH_NAMESPACES": "team-a, team-b,",
         "SLIPWAY_PROMETHEUS_URL": "http://prometheus:9090/",
@@ -68,6 +70,7 @@ def test_every_variable_reaches_its_setting(monkeypatch):
         gateway_selector="app=gateway",
         network_policy=False,
         client_namespaces=("batch",),
+        direct_access=DirectAccess.GATEWAY_ONLY,
         metrics_namespaces=("monitoring",),
         watch_namespaces=("team-a", "team-b"),
         pod_user="1000:0",

@@ -19,12 +19,18 @@ from typing import Any
 
 from structlog.testing import capture_logs
 
+from slipway_api.admin_token import token_digest
 from slipway_runtime.command_line import parse_arguments, serve_settings
 from slipway_runtime.serve import serve
+from tests.runtime.gateway_token import GATEWAY_TOKEN
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
 RUNTIME = [sys.executable, "-m", "slipway_runtime.main"]
-SETTINGS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    "SLIPWAY_GATEWAY_TOKEN_SHA256": token_digest(GATEWAY_TOKEN),
+}
 
 
 @dataclass

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from slipway_runtime.server.replica import HUNG
+from tests.runtime.gateway_token import as_gateway
 from tests.runtime.processes import TINY, Replica, serving, serving_here
 
 TIME_TO_DIE = 20.0
@@ -49,7 +50,7 @@ async def texts(replica: Replica, http: httpx.AsyncClient) -> list[str]:
 
 async def cached_tokens(replica: Replica, http: httpx.AsyncClient, prompt: str, tenant: str) -> int:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 1}
-    answer = await http.post(f"{replica.url}/v1/completions", json=body, headers={"x-slipway-tenant": tenant})
+    answer = await http.post(f"{replica.url}/v1/completions", json=body, headers=as_gateway(tenant=tenant))
     return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 

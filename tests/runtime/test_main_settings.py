@@ -218,3 +218,14 @@ def test_the_services_defaults_win_over_the_models():
     service = SamplingDefaults.of(json.loads('{"temperature": "0", "maxTokens": 100}'))
 
     assert service.over(model) == SamplingDefaults(temperature=0.0, top_p=0.95, max_tokens=100)
+
+
+@pytest.mark.capability("SE-11")
+def test_metrics_on_the_serving_port_are_for_a_runtime_without_a_gateway():
+    """review/shipping.md 24"""
+    assert settings_of("--metrics-on-serving-port").metrics_on_serving_port
+    assert not settings_of().metrics_on_serving_port
+    for closed in ({"SLIPWAY_GATEWAY_TOKEN_SHA256": "a" * 64}, {}):
+        flags = () if closed else ("--serving-token-sha256", "a" * 64)
+        with pytest.raises(ValueError, match="scrape the admin port"):
+            settings_of("--metrics-on-serving-port", *flags, **closed)

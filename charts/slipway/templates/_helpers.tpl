@@ -32,6 +32,10 @@ app.kubernetes.io/component: {{ .part }}
 {{ .Values.gateway.url | default $inside }}
 {{- end -}}
 
+{{- define "slipway.directAccess" -}}
+{{ .Values.routing.directAccessDefault | default (ternary "GatewayOnly" "Open" (ne .Values.gateway.tenants.configMap "")) }}
+{{- end -}}
+
 {{- define "slipway.podSecurityContext" -}}
 runAsNonRoot: true
 {{- if not .root.Values.podSecurity.assignedByPlatform }}

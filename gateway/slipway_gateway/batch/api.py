@@ -3,22 +3,29 @@
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from aiohttp import BodyPartReader, web
 
 from slipway_gateway.batch.limits import BatchLimits
+from slipway_gateway.batch.room import Rooms, Upload
 from slipway_gateway.batch.store import ENDED, BatchStore, Folder, Record, new_id
 from slipway_gateway.batch.worker import BatchWorker
-from slipway_gateway.errors import Refusal, bad_request, body_too_slow, too_large, unknown_path
+from slipway_gateway.errors import Refusal, bad_request, body_too_slow, calls_full, too_large, unknown_path
+from slipway_gateway.front_door import ask_for_body, defer_continue
 from slipway_gateway.tenancy import Tenancy
 
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 WINDOW_SECONDS: Final = 24 * 3600
 UPLOAD_SECONDS: Final = 600.0
 PIECE_BYTES: Final = 1 << 16
+FORM_BYTES: Final = 1 << 16  # of a form beside its file
+FILES_LISTED: Final = 1_000  # at most, in one list
+BATCHES_LISTED: Final = 100
 MAX_ERRORS: Final = 20  # of one input file, that are told
 
 Call = Callable[[web.Request, Folder], Awaitable[web.StreamResponse]]
@@ -32,10 +39,13 @@ class BatchApi:
         self._worker = worker
         self._tenancy = tenancy
         self._limits = limits
+        self._rooms = Rooms(limits)
+        self._calls: Counter[str] = Counter()  # open ones, by tenant
+        self._creating: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by tenant
 
     def add_routes(self, app: web.Application) -> None:
         """Add the paths to the application for clients."""
-        add = app.router.add_route
+        add = partial(app.router.add_route, expect_handler=defer_continue)
         add("POST", "/v1/files", self._with_folder(self._upload))
         add("GET", "/v1/files", self._with_folder(self._list_files))
         add("GET", "/v1/files/{id}", self._with_folder(self._get_file))
@@ -49,7 +59,17 @@ class BatchApi:
     def _with_folder(self, call: Call) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
             with self._tenancy.admit_query(request) as caller:
-                return await call(request, self._store.folder(caller.tenant.label))
+                tenant = caller.tenant.label
+                if self._calls[tenant] >= self._limits.calls:
+                    raise calls_full(self._calls[tenant], self._limits.calls)
+                self._calls[tenant] += 1
+                try:
+                    await ask_for_body(request)
+                    return await call(request, self._store.folder(tenant))
+                finally:
+                    self._calls[tenant] -= 1
+                    if not self._calls[tenant]:
+                        del self._calls[tenant]
 
         return handle
 
@@ -58,24 +78,17 @@ class BatchApi:
     async def _upload(self, request: web.Request, folder: Folder) -> web.StreamResponse:
         if not request.content_type.startswith("multipart/"):
             raise bad_request("A file is uploaded as multipart/form-data, with `purpose` and `file`.")
-        room = self._limits.tenant_bytes - await asyncio.to_thread(folder.used_bytes)
-        limit = min(self._limits.file_bytes, max(0, room))
+        if (request.content_length or 0) > self._limits.file_bytes + FORM_BYTES:
+            raise too_large(self._limits.file_bytes)
+        tenant = folder.path.name
         record: Record | None = None
-        purpose = ""
         try:
-            async with asyncio.timeout(UPLOAD_SECONDS):
-                async for part in await request.multipart():
-                    if not isinstance(part, BodyPartReader):
-                        continue
-                    if part.name == "purpose":
-                        purpose = (await part.read_chunk(64)).decode(errors="replace")
-                    elif part.name == "file" and record is None:
-                        name = (part.filename or "file")[:256]
-                        record = await asyncio.to_thread(folder.create_file, name, "batch", int(time.time()))
-                        await _write_part(part, folder.content(record["id"]), limit)
-            if record is None or purpose != "batch":
-                raise bad_request("An upload needs a `file`, and `purpose`: batch is the only one here.")
-            saved = await asyncio.to_thread(folder.save_file, record)
+            async with asyncio.timeout(UPLOAD_SECONDS), self._rooms.upload(tenant, folder) as room:
+                record = await asyncio.to_thread(folder.create_file, "file", "batch", int(time.time()))
+                await _read_form(request, record, folder.content(record["id"]), room)
+                if (await asyncio.to_thread(folder.usage))[0] > self._limits.tenant_bytes:
+                    raise too_large(self._limits.tenant_bytes)  # another gateway has written to the same volume
+                saved = await asyncio.to_thread(folder.save_file, record)
             record = None
             return web.json_response(saved)
         except TimeoutError:
@@ -87,7 +100,7 @@ class BatchApi:
                 folder.delete_file(record["id"])
 
     async def _list_files(self, request: web.Request, folder: Folder) -> web.StreamResponse:
-        return web.json_response({"object": "list", "data": await asyncio.to_thread(folder.files), "has_more": False})
+        return web.json_response(page(await asyncio.to_thread(folder.files), request.query, FILES_LISTED))
 
     async def _get_file(self, request: web.Request, folder: Folder) -> web.StreamResponse:
         return web.json_response(await _known(folder.file, request))
@@ -119,6 +132,12 @@ class BatchApi:
             raise bad_request("`metadata` must be a small object.", param="metadata")
         if not isinstance(input_file, str) or await asyncio.to_thread(folder.file, input_file) is None:
             raise bad_request("`input_file_id` names no file.", param="input_file_id")
+        async with self._creating[folder.path.name]:  # or two of them would find the same place free
+            return await self._create_one(folder, endpoint, input_file, metadata)
+
+    async def _create_one(
+        self, folder: Folder, endpoint: str, input_file: str, metadata: dict[str, Any] | None
+    ) -> web.StreamResponse:
         still_open = [one for one in await asyncio.to_thread(folder.batches) if one["status"] not in ENDED]
         if len(still_open) >= self._limits.open_batches:
             raise Refusal(429, "RateLimitError", f"{len(still_open)} batches have not ended yet.", retry_after=60)
@@ -140,8 +159,7 @@ class BatchApi:
         return web.json_response(record)
 
     async def _list_batches(self, request: web.Request, folder: Folder) -> web.StreamResponse:
-        found = await asyncio.to_thread(folder.batches)
-        return web.json_response({"object": "list", "data": found, "has_more": False})
+        return web.json_response(page(await asyncio.to_thread(folder.batches), request.query, BATCHES_LISTED))
 
     async def _get_batch(self, request: web.Request, folder: Folder) -> web.StreamResponse:
         record = await _known(folder.batch, request)
@@ -220,11 +238,52 @@ async def _json(request: web.Request) -> dict[str, Any]:
     return found
 
 
-async def _write_part(part: BodyPartReader, path: Path, limit: int) -> None:
-    size = 0
+async def _read_form(request: web.Request, record: Record, path: Path, room: Upload) -> None:
+    """Write the part `file` of a form to the path, and its name into the record."""
+    purpose, has_file = "", False
+    async for part in await request.multipart():
+        if not isinstance(part, BodyPartReader):
+            raise bad_request("A part of the form is a form itself.")
+        if part.name == "file" and not has_file:
+            has_file = True
+            record["filename"] = (part.filename or "file")[:256]
+            await _write_part(part, path, room)
+        else:
+            text = await _read_field(part)
+            purpose = text if part.name == "purpose" else purpose
+    if not has_file or purpose != "batch":
+        raise bad_request("An upload needs a `file`, and `purpose`: batch is the only one here.")
+
+
+async def _read_field(part: BodyPartReader) -> str:
+    text = b""
+    while piece := await part.read_chunk(PIECE_BYTES):
+        text += piece
+        if len(text) > FORM_BYTES:
+            raise too_large(FORM_BYTES)
+    return text.decode(errors="replace")
+
+
+async def _write_part(part: BodyPartReader, path: Path, room: Upload) -> None:
     with path.open("wb") as file:
         while piece := await part.read_chunk(PIECE_BYTES):
-            size += len(piece)
-            if size > limit:
-                raise too_large(limit)
+            room.take(len(piece))
             await asyncio.to_thread(file.write, piece)
+
+
+def page(records: list[Record], query: Mapping[str, str], most: int) -> dict[str, Any]:
+    """One page of a list, the newest first: `limit` records, at most `most`, that follow the id `after`."""
+    try:
+        limit = int(query.get("limit", most))
+    except ValueError:
+        limit = 0
+    if not 1 <= limit <= most:
+        raise bad_request(f"`limit` must be a number from 1 to {most}.", param="limit")
+    start = 0
+    if after := query.get("after"):
+        start = next((at + 1 for at, one in enumerate(records) if one["id"] == after), -1)
+        if start < 0:
+            raise bad_request("`after` names nothing in this list.", param="after")
+    found = records[start : start + limit]
+    ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": found, "has_more": start + limit < len(records)} | ends

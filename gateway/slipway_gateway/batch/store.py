@@ -61,9 +61,10 @@ class Folder:
         """All batches, the newest first."""
         return _all(self.path / "batches")
 
-    def used_bytes(self) -> int:
-        """Of all contents."""
-        return sum(path.stat().st_size for path in (self.path / "files").glob("*.jsonl"))
+    def usage(self) -> tuple[int, int]:
+        """The bytes of all contents, unfinished uploads included, and the number of files."""
+        sizes = [size for path in (self.path / "files").glob("*.jsonl") if (size := _size(path)) is not None]
+        return sum(sizes), len(sizes)
 
     def create_file(self, filename: str, purpose: str, now: int) -> Record:
         """The record of a new file, whose content is empty and which the API does not show before `save_file`."""
@@ -93,6 +94,15 @@ class Folder:
         _write(self.path / "batches" / f"{record['id']}.json", record)
         return record
 
+    def forget_ended(self, before: float, most: int) -> int:
+        """Delete the records of batches that ended before this time, and of all but the `most` newest; how many."""
+        ended = [record for record in self.batches() if record["status"] in ENDED]
+        old = [one for at, one in enumerate(ended) if at >= most or one[f"{one['status']}_at"] < before]
+        for record in old:
+            for suffix in (".json", ".cancel", ".lock"):
+                (self.path / "batches" / f"{record['id']}{suffix}").unlink(missing_ok=True)
+        return len(old)
+
     def ask_to_cancel(self, id: str) -> None:
         """Leave the wish for the gateway that runs the batch: nobody else writes its record."""
         (self.path / "batches" / f"{id}.cancel").touch()
@@ -121,6 +131,8 @@ class BatchStore:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._ended: dict[Path, set[str]] = {}  # by folder: names of records that need not be read again
+        self.records_read = 0  # by `unfinished`, so far
 
     def folder(self, tenant: str) -> Folder:
         """The folder of a tenant; empty: of anyone. Names of tenants are valid names of folders."""
@@ -129,12 +141,28 @@ class BatchStore:
     def unfinished(self) -> list[tuple[str, str]]:
         """Tenant and id of each batch that has not ended, the oldest first."""
         found = []
-        for path in self._directory.glob("*/batches/*.json"):
-            record = _read(path)
-            if record is not None and record["status"] not in ENDED:
-                tenant = path.parts[-3]
-                found.append((record["created_at"], "" if tenant == ANYONE_FOLDER else tenant, record["id"]))
+        for folder in self.folders():
+            batches = folder.path / "batches"
+            known, seen = self._ended.get(batches, set()), set()
+            for name in _names(batches):
+                if name in known:
+                    seen.add(name)
+                    continue
+                record = _read(batches / name)
+                self.records_read += 1
+                if record is None:
+                    continue
+                if record["status"] in ENDED:
+                    seen.add(name)
+                else:
+                    tenant = folder.path.name
+                    found.append((record["created_at"], "" if tenant == ANYONE_FOLDER else tenant, record["id"]))
+            self._ended[batches] = seen  # a batch that has ended never changes: its record is read once
         return [(tenant, id) for _, tenant, id in sorted(found)]
+
+    def folders(self) -> list[Folder]:
+        """The folders of all tenants that have one."""
+        return [Folder(path.parent) for path in self._directory.glob("*/batches")]
 
 
 def finished_lines(path: Path) -> Iterator[Record]:
@@ -148,6 +176,17 @@ def finished_lines(path: Path) -> Iterator[Record]:
             yield json.loads(line)
     if whole < path.stat().st_size:
         os.truncate(path, whole)
+
+
+def _names(folder: Path) -> list[str]:
+    return [name for name in os.listdir(folder) if name.endswith(".json")] if folder.is_dir() else []
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # deleted in the meantime
+        return None
 
 
 def _all(folder: Path) -> list[Record]:

@@ -20,9 +20,10 @@ import structlog
 from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from slipway_gateway.batch.limits import BatchLimits
 from slipway_gateway.batch.store import BatchStore, Folder, Record, finished_lines, new_id
 from slipway_gateway.fleet import Fleet
-from slipway_gateway.tenancy import CALLER, Tenancy
+from slipway_gateway.tenancy import ATTEMPT_FAILURES, CALLER, Tenancy
 from slipway_gateway.tenants import Caller
 
 log = structlog.get_logger()
@@ -35,9 +36,15 @@ SAVED_EVERY: Final = 8  # answers, until the counts that the API shows are writt
 LOOK_SECONDS: Final = 2.0  # between two looks for batches, and for room
 ROOM_SECONDS: Final = 0.2  # between two looks for a free slot
 SEEN_SECONDS: Final = 0.005  # between two looks whether a request has reached a replica
+FORGET_SECONDS: Final = 3600.0  # between two looks for batches to forget
 RETRY_SECONDS: Final = 5.0  # where an answer does not say when
 MAX_RETRY_SECONDS: Final = 60.0
-RETRIED: Final = frozenset({429, 502, 503, 504})
+# A later attempt may better these. Not 504: an answer that is longer than a request may take stays so.
+RETRIED: Final = frozenset({429, 502, 503})
+MAX_SUSPECTS: Final = 2  # replicas that were lost with one line, over all its attempts: the line may be the cause
+MAX_ANSWER_BYTES: Final = 64 << 20
+_BATCH: Final = "x-slipway-batch"  # of requests: the batch
+_SUSPECTS: Final = "x-slipway-suspects"  # of answers: so many replicas were lost with the request
 
 
 class BatchWorker:
@@ -51,6 +58,7 @@ class BatchWorker:
         handlers: Mapping[str, Handler],
         *,
         concurrency: int,
+        limits: BatchLimits | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`handlers` by path; `concurrency`: requests at once, of all batches."""
@@ -61,6 +69,7 @@ class BatchWorker:
         self._places = asyncio.Semaphore(concurrency)
         self._concurrency = concurrency
         self._clock = clock
+        self._limits = limits or BatchLimits()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
         self._stack = AsyncExitStack()
@@ -97,8 +106,12 @@ class BatchWorker:
 
     def _as_tenant(self, handler: Handler) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
-            request[CALLER] = self._callers[request.headers["x-slipway-batch"]]
-            return await handler(request)
+            request[CALLER] = self._callers[request.headers[_BATCH]]
+            response = await handler(request)
+            suspects = sum(failure.may_be_the_requests_fault for failure in request.get(ATTEMPT_FAILURES, ()))
+            if suspects and not response.prepared:
+                response.headers[_SUSPECTS] = str(suspects)
+            return response
 
         return handle
 
@@ -111,8 +124,12 @@ class BatchWorker:
 
     async def _look(self) -> None:
         """Run what has not ended, and what another gateway has left behind."""
+        forgotten_at = float("-inf")
         while True:
             try:
+                if self._clock() - forgotten_at >= FORGET_SECONDS:
+                    forgotten_at = self._clock()
+                    await asyncio.to_thread(self._forget)
                 for tenant, id in await asyncio.to_thread(self._store.unfinished):
                     if id not in self._running:
                         task = asyncio.create_task(self._run_locked(tenant, id), name=id)
@@ -124,6 +141,11 @@ class BatchWorker:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):
                     await self._wake.wait()
+
+    def _forget(self) -> None:
+        """Forget the batches that ended long ago."""
+        for folder in self._store.folders():
+            folder.forget_ended(self._clock() - self._limits.kept_seconds, self._limits.kept_batches)
 
     async def _run_locked(self, tenant: str, id: str) -> None:
         folder = self._store.folder(tenant)
@@ -206,7 +228,8 @@ class BatchWorker:
     async def _answer(self, folder: Folder, record: Record, request: Record, output: Path, errors: Path) -> None:
         """Ask until there is an answer that no later attempt would better."""
         body = json.dumps(request["body"]).encode()
-        headers = {"content-type": "application/json", "x-slipway-batch": record["id"]}
+        headers = {"content-type": "application/json", _BATCH: record["id"]}
+        suspects = 0
         while True:
             async with self._places:
                 await self._room(str(request["body"].get("model", "")), self._callers[record["id"]])
@@ -214,21 +237,22 @@ class BatchWorker:
                     async with self._session.post(
                         f"http://gateway{record['endpoint']}", data=body, headers=headers
                     ) as response:
-                        answer = await response.read()
+                        answer = await _read(response)
                         status, found = response.status, response.headers
+                        suspects += int(found.get(_SUSPECTS, 0))
                 except aiohttp.ClientError:
-                    status, found, answer = 502, NO_HEADERS, b"{}"
-            if status not in RETRIED:
+                    status, found, answer = 502, NO_HEADERS, _error("The answer broke off.")
+                    suspects += 1
+            if status not in RETRIED or suspects >= MAX_SUSPECTS:
                 break
             await asyncio.sleep(min(_seconds(found.get("Retry-After")), MAX_RETRY_SECONDS))
+        status, answer_body = _line_result(status, answer)
         line = {
             "id": new_id("batch_req_"),
             "custom_id": request["custom_id"],
-            "response": {
-                "status_code": status, "request_id": found.get("x-request-id", ""), "body": json.loads(answer or b"{}")
-            },
+            "response": {"status_code": status, "request_id": found.get("x-request-id", ""), "body": answer_body},
             "error": None,
-        }  # fmt: skip
+        }
         await asyncio.to_thread(_append, output if status < 400 else errors, line)
         record["request_counts"]["completed" if status < 400 else "failed"] += 1
         if not record["request_counts"]["completed"] % SAVED_EVERY:
@@ -276,6 +300,31 @@ class BatchWorker:
 
     def _now(self) -> int:
         return int(self._clock())
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes | None:
+    """The whole answer; None: it is larger than a line may be."""
+    pieces, size = [], 0
+    async for piece in response.content.iter_any():
+        size += len(piece)
+        if size > MAX_ANSWER_BYTES:
+            return None
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def _line_result(status: int, answer: bytes | None) -> tuple[int, Any]:
+    """The status and the body of a line's result: an answer that cannot be kept is an error of this line alone."""
+    if answer is None:
+        return 502, json.loads(_error(f"The answer is larger than {MAX_ANSWER_BYTES >> 20} MiB."))
+    try:
+        return status, json.loads(answer or b"{}")
+    except (ValueError, RecursionError):
+        return max(status, 502), json.loads(_error("The answer is not JSON."))
+
+
+def _error(message: str) -> bytes:
+    return json.dumps({"error": {"message": message, "type": "BadGatewayError", "param": None, "code": 502}}).encode()
 
 
 def _append(path: Path, line: Record) -> None:

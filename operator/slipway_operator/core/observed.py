@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from typing import Any, Final, Literal, NamedTuple
 
 from slipway_api import names
-from slipway_api.inference_service import InferenceService
+from slipway_api.inference_service import DirectAccess, InferenceService
 from slipway_api.model_names import NameConflict
 from slipway_api.model_spec import Shape
 from slipway_api.runtime_api import Signals, StartupTimes, State
@@ -313,6 +313,7 @@ class Defaults:
     network: Network | None = None  # None: no NetworkPolicy is made
     pod_user: PodUser | None = NONROOT  # None: the platform assigns it
     node_cache: NodeCache | None = None  # None: model.cache.policy Node is not permitted
+    direct_access: DirectAccess = DirectAccess.OPEN  # of a new service; GatewayOnly: this gateway has tenants
     has_tenants: bool = False  # the gateway has API keys, so a name may mean another service to each tenant
 
 

@@ -16,6 +16,7 @@ from slipway_operator.controller.queue import Urgency
 from slipway_operator.core import observed as seen
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.service.plan import plan
+from slipway_operator.core.service.replicas.access import with_recorded_access
 from slipway_operator.inputs.caches import Inputs
 from slipway_operator.inputs.observer import node_facts, replica
 from slipway_operator.inputs.pulls import Pulls
@@ -90,6 +91,7 @@ class InferenceServices:
     def observe(self, key: Key, stored: StoredObject, memory: Memory) -> Observed:
         """Build the snapshot from which the core decides."""
         reading = read(stored.body)
+        reading = replace(reading, service=with_recorded_access(reading.service, self._inputs.defaults.direct_access))
         caches = self._inputs.caches
         pods = caches.pods.of(ServiceKey(key.namespace, key.name))
         node_names = {pod.spec.node_name for pod in pods if pod.spec.node_name}

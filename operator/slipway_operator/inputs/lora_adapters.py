@@ -233,7 +233,8 @@ def base_of(service: StoredObject) -> Base:
         desired=status.get("desiredReplicas"),
         has_room=isinstance(_mapping(spec.get("runtime")).get("lora"), dict),
         propagation_seconds=propagation if isinstance(propagation, int) else 5,
-        is_closed=_mapping(spec.get("routing")).get("directAccess") == DirectAccess.GATEWAY_ONLY,
+        is_closed=(_mapping(spec.get("routing")).get("directAccess") or status.get("directAccess"))
+        == DirectAccess.GATEWAY_ONLY,
     )
 
 

@@ -57,11 +57,24 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     data_parallel_rank: int | None = None
 
 
+def bound_endpoint(endpoint: str) -> str:
+    """The endpoint with loopback in the place of `*`.
+
+    >>> bound_endpoint("tcp://*:5557")
+    'tcp://127.0.0.1:5557'
+    """
+    return endpoint.replace("tcp://*:", "tcp://127.0.0.1:", 1)
+
+
 class KvEventPublisher:
     """Sends batches from a thread of its own: a slow subscriber loses messages and may ask for them again."""
 
     def __init__(self, endpoint: str) -> None:
-        """endpoint: tcp://host:port, `*` for all interfaces; port + 1 answers replays. OSError: a port is taken."""
+        """endpoint: tcp://host:port, `*` for loopback; port + 1 answers replays. OSError: a port is taken.
+
+        The events contain the tokens of prompts and have no authentication, so all interfaces need an address: 0.0.0.0.
+        """
+        endpoint = bound_endpoint(endpoint)
         addresses = (endpoint, replay_endpoint(endpoint))
         self._adapters: dict[str, int] = {}
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()

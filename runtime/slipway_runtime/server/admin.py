@@ -52,7 +52,8 @@ async def token_required(http: Request) -> None:
     """Refuse requests without the admin token."""
     digests: tuple[str, ...] = http.app.state.admin_token_digests
     if digests and not token_matches(http.headers.get(names.HEADER_ADMIN_TOKEN, ""), digests):
-        raise ApiError(401, f"the header {names.HEADER_ADMIN_TOKEN} is missing or wrong")
+        message = f"the header {names.HEADER_ADMIN_TOKEN} is missing or wrong"
+        raise ApiError(401, message, headers={"Connection": "close"})  # or its body would be read to the end
 
 
 open_routes = APIRouter()

@@ -45,11 +45,15 @@ def serving_app(
     max_open_body_bytes: int = MAX_OPEN_BODY_BYTES,
     adapter_endpoints: bool = False,
     token_digests: tuple[str, ...] = (),
+    gateway_token_digests: tuple[str, ...] = (),
+    has_metrics: bool = False,
 ) -> ASGIApp:
     """The application of the serving port.
 
     adapter_endpoints: clients may load and unload adapters.
     token_digests: SHA-256 of the accepted tokens; empty: no token is required.
+    gateway_token_digests: SHA-256 of tokens that are not required; who shows one may set tenant and priority.
+    has_metrics: `/metrics` is here too, not on the admin port alone.
     """
     app = FastAPI(
         title="Slipway runtime",
@@ -61,7 +65,8 @@ def serving_app(
     app.state.replica = replica
     errors.install(app)
     generating = (chat.router, completions.router, responses.router, messages_api.router, embeddings.router)
-    status = (status_api.router, status_api.probes, text_blocks.router)
+    exposition = status_api.exposition if has_metrics else status_api.no_exposition
+    status = (status_api.router, status_api.probes, exposition, text_blocks.router)
     for router in (*generating, models_api.router, tokenize_api.router, *status):
         app.include_router(router)
     if adapter_endpoints:
@@ -73,6 +78,7 @@ def serving_app(
         max_open_requests=max_open_requests,
         max_open_body_bytes=max_open_body_bytes,
         token_digests=token_digests,
+        gateway_token_digests=gateway_token_digests,
     )
 
 
@@ -89,7 +95,7 @@ def admin_app(replica: Replica, choice: ModelChoice, *, token_digests: tuple[str
     app.state.model_choice = choice
     app.state.admin_token_digests = token_digests
     errors.install(app)
-    for router in (admin.open_routes, admin.routes, status_api.probes):
+    for router in (admin.open_routes, admin.routes, status_api.probes, status_api.exposition):
         app.include_router(router)
     return app
 

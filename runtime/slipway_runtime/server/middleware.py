@@ -3,9 +3,11 @@
 Plain ASGI: streams are not buffered, and a disconnect passes through unchanged.
 """
 
+import asyncio
 import json
 import re
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,9 +30,14 @@ _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 # With this request header a gateway asks for a load report (ORCA) in the response, as text or JSON.
 ORCA_FORMAT_HEADER: Final = "endpoint-load-metrics-format"
 ORCA_HEADER: Final = "endpoint-load-metrics"
-# Paths for the kubelet and metrics scrapers, which have no token.
-OPEN_PATHS: Final = frozenset({names.PATH_HEALTH, names.PATH_READY, names.PATH_METRICS})
+# Paths for the kubelet, which has no token.
+OPEN_PATHS: Final = frozenset({names.PATH_HEALTH, names.PATH_READY})
+# They need the gateway's token. Names of headers arrive in lower case.
+_PROVEN_HEADERS: Final = frozenset({names.HEADER_TENANT.encode(), names.HEADER_PRIORITY.encode()})
 _DISCARD_BYTES: Final = 64 * 2**20
+# Of the body of a caller without the token: most clients finish sending before they read the answer.
+_STRANGER_BYTES: Final = 64 * 2**10
+_STRANGER_SECONDS: Final = 1.0
 _RETRY_SOON: Final = {"Retry-After": "1", "retry-after-ms": "1000", **NOT_STARTED}
 
 
@@ -55,14 +62,21 @@ def load_report(signals: Signals, form: str) -> str:
             return ""
 
 
-async def _discard_body(receive: Receive) -> None:
+async def _discard_body(receive: Receive, most: int = _DISCARD_BYTES) -> None:
     """Read and drop a body, up to a limit: a client that still sends would see a reset instead of the response."""
-    left = _DISCARD_BYTES
+    left = most
     while left > 0:
         message = await receive()
         left -= len(message.get("body", b""))
         if not message.get("more_body", False):
             return
+
+
+async def _discard_strangers_body(receive: Receive) -> None:
+    """The same for a caller that is not known: what it costs does not grow with what it sends, or how slowly."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_STRANGER_SECONDS):
+            await _discard_body(receive, _STRANGER_BYTES)
 
 
 @dataclass
@@ -85,12 +99,14 @@ class ServingMiddleware:
         max_open_requests: int,
         max_open_body_bytes: int,
         token_digests: tuple[str, ...] = (),
+        gateway_token_digests: tuple[str, ...] = (),
     ) -> None:
         self._app = app
         self._replica = replica
         self._max_body_bytes = max_body_bytes
         self._max_open_requests = max_open_requests
         self._token_digests = token_digests
+        self._gateway_token_digests = gateway_token_digests
         self._open = 0
         self._max_open_body_bytes = max(max_open_body_bytes, max_body_bytes)  # one body alone always fits
         self._body_bytes = 0  # received of requests whose answers have not begun
@@ -99,14 +115,15 @@ class ServingMiddleware:
         """Pass the request to the application, or refuse it."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        ignored = self._drop_unproven(scope)
         headers = Headers(scope=scope)
         given = headers.get(names.HEADER_REQUEST_ID, "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        send = self._signing(send, scope, request_id, headers.get(ORCA_FORMAT_HEADER, ""))
+        send = self._signing(send, scope, request_id, headers.get(ORCA_FORMAT_HEADER, ""), ignored)
         send = self._logging(send, scope, headers, request_id)
         if (refusal := self._refusal(scope, headers)) is not None:
-            await _discard_body(receive)
+            await (_discard_strangers_body(receive) if refusal.status == 401 else _discard_body(receive))
             return await refusal.response(scope["path"], request_id)(scope, receive, send)
         body = _Body()
         self._open += 1
@@ -121,7 +138,8 @@ class ServingMiddleware:
         if digests and scope["path"] not in OPEN_PATHS:
             token = headers.get(names.HEADER_SERVING_TOKEN, "")
             if not token_matches(token, digests):
-                return ApiError(401, f"the header {names.HEADER_SERVING_TOKEN} is missing or wrong")
+                message = f"the header {names.HEADER_SERVING_TOKEN} is missing or wrong"
+                return ApiError(401, message, headers={"Connection": "close"})
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > self._max_body_bytes:
             return ApiError(413, self._too_large, headers={"Connection": "close"})
@@ -199,13 +217,34 @@ class ServingMiddleware:
 
         return logging
 
-    def _signing(self, send: Send, scope: Scope, request_id: str, load_format: str) -> Send:
+    def _drop_unproven(self, scope: Scope) -> str:
+        """Remove tenant and priority from a request that shows no token of the gateway; the names of those removed.
+
+        Whoever reaches an open port could otherwise choose whose queue, quota and prefix cache it uses.
+        """
+        given = [name for name, _ in scope["headers"] if name in _PROVEN_HEADERS]
+        if not given:
+            return ""
+        replica = self._replica
+        digests = (
+            *(replica.serving_token_digests or self._token_digests),
+            *(replica.gateway_token_digests or self._gateway_token_digests),
+        )
+        token = Headers(scope=scope).get(names.HEADER_SERVING_TOKEN, "")
+        if token and token_matches(token, digests):
+            return ""
+        scope["headers"] = [(name, value) for name, value in scope["headers"] if name not in _PROVEN_HEADERS]
+        return ", ".join(sorted({name.decode() for name in given}))
+
+    def _signing(self, send: Send, scope: Scope, request_id: str, load_format: str, ignored: str) -> Send:
         """Wrap `send` to add headers: request id, model, revision, adapter, tokenizer, and a requested load report."""
 
         async def signing(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers[names.HEADER_REQUEST_ID] = request_id
+                if ignored:
+                    headers[names.HEADER_IGNORED_HEADERS] = ignored
                 if is_anthropic(scope["path"]):
                     headers[REQUEST_ID_HEADER] = request_id
                 headers[names.HEADER_MODEL] = self._replica.identity.model

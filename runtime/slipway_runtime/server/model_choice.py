@@ -38,6 +38,7 @@ _SAME_AS: Final = {  # field of the request -> the setting with another name
     "uri": "model_uri",
     "served_name": "model_name",
     "serving_token_sha256": "serving_token_digests",
+    "gateway_token_sha256": "gateway_token_digests",
     "drain_timeout_seconds": "drain_timeout",
 }
 
@@ -143,6 +144,7 @@ class ModelChoice:
     def _take(self, settings: RuntimeSettings) -> None:
         self._settings = settings
         # Before the model answers: a serving port that requires a token must never be open.
+        self._replica.gateway_token_digests = settings.gateway_token_digests
         self._replica.serving_token_digests = settings.serving_token_digests
         self._replica.drain_timeout = settings.drain_timeout
         self._replica.name_model(

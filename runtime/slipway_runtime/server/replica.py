@@ -118,6 +118,7 @@ class Replica:
         self.clock = clock
         self.loaded: LoadedModel | None = None
         self.startup = StartupTimes()
+        self.gateway_token_digests: tuple[str, ...] = ()  # set by POST /model; of an open port
         self.serving_token_digests: tuple[str, ...] = ()  # set by POST /model; the serving port requires one of them
         self._phase = ReadyReason.LOADING if identity.uri else ReadyReason.BOOTING
         self._progress = ""

@@ -1,4 +1,7 @@
-"""GET /load, /version, /health and /metrics, and a 404 with a sentence for services of vLLM that are not here."""
+"""GET /load, /version, /health and, on the admin port, /metrics.
+
+Services of vLLM that are not here are a 404 with a sentence.
+"""
 
 from fastapi import APIRouter, Request
 from prometheus_client import generate_latest
@@ -11,6 +14,8 @@ from slipway_runtime.server.replica import Replica
 
 router = APIRouter()
 probes = APIRouter()  # on both ports
+exposition = APIRouter()  # on the admin port: metrics name tenants, models and their volumes
+no_exposition = APIRouter()  # on the serving port
 
 
 @router.head("/load", include_in_schema=False)
@@ -38,8 +43,8 @@ async def health(http: Request) -> Response:
     return Response(body.wire(), status_code=200 if body.healthy else 503, media_type="application/json")
 
 
-@probes.head("/metrics", include_in_schema=False)
-@probes.get("/metrics")
+@exposition.head("/metrics", include_in_schema=False)
+@exposition.get("/metrics")
 async def metrics(http: Request) -> Response:
     """All metrics in the text format 0.0.4, whatever the scraper prefers.
 
@@ -48,6 +53,12 @@ async def metrics(http: Request) -> Response:
     replica: Replica = http.app.state.replica
     page = b"" if replica.loaded is None else generate_latest(replica.loaded.metrics.registry)
     return Response(page, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+
+
+@no_exposition.get("/metrics", include_in_schema=False)
+async def metrics_elsewhere() -> Response:
+    """404 with the way to the metrics, for scrapers that expect them where vLLM has them."""
+    raise ApiError(404, "/metrics is on the admin port; --metrics-on-serving-port serves it here too")
 
 
 # Endpoints of vLLM for other kinds of models, or for debugging.

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import zmq
 
-from slipway_runtime.engine.kv_events import KvEventPublisher, replay_endpoint
+from slipway_runtime.engine.kv_events import KvEventPublisher, bound_endpoint, replay_endpoint
 from slipway_runtime.messages import AllBlocksCleared, BlockRemoved, BlockStored, Medium
 
 
@@ -150,3 +150,9 @@ def test_an_address_that_is_taken_or_senseless_is_a_sentence(endpoint, publisher
         KvEventPublisher(endpoint)
     with pytest.raises(ValueError, match="must look like"):
         KvEventPublisher("5557")
+
+
+def test_kv_events_are_published_on_loopback_unless_an_address_is_given():
+    """review/shipping.md 23: tcp://*:5557 showed the tokens of prompts to every pod."""
+    assert bound_endpoint("tcp://*:5557") == "tcp://127.0.0.1:5557"
+    assert bound_endpoint("tcp://0.0.0.0:5557") == "tcp://0.0.0.0:5557"

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
+from slipway_api.admin_token import token_digest
 from slipway_api.runtime_api import Ready, ReadyReason, StartupTimes
 from slipway_runtime.engine import build
 from slipway_runtime.engine.client import EngineClient, QueueLimits
@@ -31,6 +32,7 @@ from slipway_runtime.server.sampling import model_defaults
 from slipway_runtime.server.structured import GrammarValidator
 from slipway_runtime.server.tokenizer import TokenizerFiles, load_tokenizer
 from slipway_runtime.settings import RuntimeSettings, SamplingDefaults
+from tests.runtime.gateway_token import GATEWAY_TOKEN
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 FOREVER = {"ignore_eos": True, "max_tokens": 2000}  # a stream that ends only when somebody ends it
@@ -203,6 +205,7 @@ async def a_replica(
         max_open_body_bytes=max_open_body_bytes,
         adapter_endpoints=adapter_endpoints,
         token_digests=serving_token_digests,
+        gateway_token_digests=(token_digest(GATEWAY_TOKEN),),
     )
     await client.start()
     try:

@@ -193,7 +193,7 @@ async def test_the_admin_port_tells_the_truth_and_is_idempotent(replica: Running
 async def test_gateways_see_the_adapters_in_the_metrics(replica: Running, folders: Path):
     await load(replica, "m", folders / "two")
     await said(replica, "m")
-    page = (await replica.http.get(f"{replica.url}/metrics")).text
+    page = (await replica.http.get(f"{replica.admin_url}/metrics")).text
     families = {family.name: family for family in text_string_to_metric_families(page)}
 
     [sample] = families["vllm:lora_requests_info"].samples
@@ -218,7 +218,7 @@ async def test_acceptance_of_drafts_is_counted_for_each_adapter(folders: Path):
                 "max_tokens": 40,
             }
             assert (await drafting.post("/v1/completions", body)).is_success
-        page = (await drafting.http.get(f"{drafting.url}/metrics")).text
+        page = (await drafting.http.get(f"{drafting.admin_url}/metrics")).text
     families = {family.name: family for family in text_string_to_metric_families(page)}
 
     counted = {

@@ -102,7 +102,7 @@ async def test_a_client_that_leaves_ends_its_texts(replica: Running):
 
 
 async def test_embeddings_are_counted_as_prompts_without_answers(replica: Running):
-    page = (await replica.http.get(f"{replica.url}/metrics")).text
+    page = (await replica.http.get(f"{replica.admin_url}/metrics")).text
 
     numbers = {line.split("{")[0]: float(line.split()[-1]) for line in page.splitlines() if line[:1] not in "#"}
     assert numbers["vllm:prompt_tokens_total"] > 0

@@ -20,6 +20,7 @@ from slipway_runtime.server.embeddings import EmbeddingRequest
 from slipway_runtime.server.messages_types import MessagesRequest
 from slipway_runtime.server.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest
 from slipway_runtime.server.responses_types import ResponsesRequest
+from tests.runtime.gateway_token import as_gateway
 from tests.runtime.server.serving import Running, a_replica
 
 in_the_loop = pytest.mark.asyncio(loop_scope="module")
@@ -140,7 +141,7 @@ async def test_a_top_k_of_any_size_is_the_whole_vocabulary_or_a_400(generating: 
 @in_the_loop
 async def test_a_priority_header_out_of_range_is_a_400(generating: Running, value: str):
     body = BODIES["/v1/chat/completions"]
-    response = await sent(generating, "/v1/chat/completions", body, {"x-slipway-priority": value})
+    response = await sent(generating, "/v1/chat/completions", body, as_gateway(priority=value))
 
     assert response.status_code == 400
     await assert_survived(generating, response)

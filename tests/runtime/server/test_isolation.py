@@ -17,6 +17,7 @@ from slipway_runtime.engine.build import build_engine
 from slipway_runtime.messages import Request, SamplingParams
 from tests.runtime.adapter_folders import an_adapter
 from tests.runtime.checkpoints import a_checkpoint
+from tests.runtime.gateway_token import as_gateway
 from tests.runtime.server.serving import TINY, Running, a_replica
 
 in_the_loop = pytest.mark.asyncio(loop_scope="module")
@@ -51,7 +52,7 @@ async def load(replica: Running, name: str, path: Path) -> None:
 
 
 async def cached(replica: Running, tenant: str = "", model: str = "tiny", **body: Any) -> int:
-    headers = {"x-slipway-tenant": tenant} if tenant else {}
+    headers = as_gateway(tenant=tenant) if tenant else {}
     answer = await replica.chat(LONG, headers, model=model, max_tokens=2, **GREEDY, **body)
     assert answer.status_code == 200, answer.text
     details = answer.json()["usage"]["prompt_tokens_details"] or {}

@@ -1,13 +1,16 @@
 """The life of a replica as the operator and the kubelet see it on the admin port."""
 
 import asyncio
+import contextlib
 
+import httpx
 import pytest
 
 from slipway_api.admin_token import admin_token, token_digest
 from slipway_api.runtime_api import ReadyReason, StartupTimes
 from slipway_runtime.engine.client import StepTimes
 from slipway_runtime.server.replica import MOST_WAITING
+from tests.runtime.gateway_token import GATEWAY_TOKEN, as_gateway
 from tests.runtime.server.serving import a_replica, ready_of
 
 
@@ -275,9 +278,57 @@ async def test_with_a_serving_token_only_its_holder_gets_an_answer_and_probes_st
         for token in (current, previous):
             answer = await replica.chat(max_tokens=1, headers={"x-slipway-serving-token": token})
             assert answer.status_code == 200
-        for path in ("/health", "/metrics"):
-            assert (await replica.http.get(replica.url + path)).status_code == 200
+        assert (await replica.http.get(f"{replica.url}/health")).status_code == 200
+        assert (await replica.http.get(f"{replica.url}/metrics")).status_code == 401, "review/shipping.md 24"
         assert (await replica.admin("/ready")).status_code == 200, "the admin port has a token of its own"
+
+
+@pytest.mark.capability("SE-11", "MT-1")
+@pytest.mark.parametrize("token", ["", "a draft token", token_digest(GATEWAY_TOKEN)], ids=["none", "wrong", "digest"])
+async def test_tenant_and_priority_need_the_gateways_token_and_are_else_ignored_and_named(token):
+    """review/shipping.md 1: any pod chose whose queue, quota and prefix cache it used."""
+    forged = {"x-slipway-tenant": "shop", "x-slipway-priority": "1000", "x-slipway-serving-token": token}
+    async with a_replica() as replica:
+        answer = await replica.chat(max_tokens=2, headers={name: value for name, value in forged.items() if value})
+        before = (await replica.admin("/metrics")).text
+        proven = await replica.chat(max_tokens=2, headers=as_gateway(tenant="shop", priority="1000"))
+        page = (await replica.admin("/metrics")).text
+
+    assert answer.status_code == 200
+    assert answer.headers["x-slipway-ignored-headers"] == "x-slipway-priority, x-slipway-tenant"
+    assert "x-slipway-ignored-headers" not in proven.headers
+    assert 'tenant="shop"' not in before
+    assert 'tenant="shop"' in page, "the gateway's own request counts for its tenant"
+
+
+@pytest.mark.capability("SE-11", "OB-1")
+async def test_metrics_are_on_the_admin_port_alone_and_the_serving_port_says_so():
+    """review/shipping.md 24: tenants, models and volumes were shown to every pod."""
+    async with a_replica() as replica:
+        refused = await replica.http.get(f"{replica.url}/metrics")
+        assert refused.status_code == 404
+        assert "admin port" in refused.json()["error"]["message"]
+        assert (await replica.admin("/metrics")).status_code == 200
+
+
+@pytest.mark.capability("SE-9")
+async def test_of_a_caller_without_the_serving_token_a_constant_is_read():
+    """review/control-plane.md 2: up to 64 MiB were read before the 401."""
+    async with a_replica(serving_token_digests=(token_digest("the token"),)) as replica:
+        sent = 0
+
+        async def body():
+            nonlocal sent
+            while True:
+                sent += 16_384
+                yield b"x" * 16_384
+                await asyncio.sleep(0)
+
+        with contextlib.suppress(httpx.TransportError):
+            answer = await replica.http.post(f"{replica.url}/v1/completions", content=body())
+            assert answer.status_code == 401
+            assert answer.headers["connection"] == "close"
+        assert sent < 32 * 2**20, "64 KiB, and what the kernel's buffers hold"
 
 
 # --- numbers

@@ -25,7 +25,7 @@ async def test_a_request_without_memory_is_a_503_that_may_be_sent_again_and_the_
         with failing(replica.steps._engine, 1), structlog.testing.capture_logs() as logged:
             refused = await replica.chat(max_tokens=3)
         answered = await replica.chat(max_tokens=3)
-        page = (await replica.http.get(f"{replica.url}/metrics")).text
+        page = (await replica.http.get(f"{replica.admin_url}/metrics")).text
 
         assert await statuses(replica) == (200, 200)
 

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from slipway_api.runtime_api import Signals, State
+from tests.runtime.gateway_token import as_gateway
 from tests.runtime.server.serving import a_replica
 
 
@@ -71,7 +72,7 @@ async def test_state_tells_the_queue_of_each_tenant_and_the_shape_of_the_last_ba
         before = State.model_validate_json((await replica.admin("/state")).content)
         replica.steps.hold()
         asking = [
-            asyncio.create_task(replica.chat("Hi", headers={"x-slipway-tenant": tenant}, max_tokens=8, ignore_eos=True))
+            asyncio.create_task(replica.chat("Hi", headers=as_gateway(tenant=tenant), max_tokens=8, ignore_eos=True))
             for tenant in ("a", "b", "b", "b")
         ]
         await replica.until(lambda stats: stats.waiting == 4)

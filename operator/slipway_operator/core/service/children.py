@@ -79,7 +79,7 @@ def network_policy(service: InferenceService, network: Network) -> dict[str, Any
     | serving        | every pod, where directAccess is Open; else the gateway and the installation's list  |
     """
     control = [_release_pods(network)]
-    is_open = service.spec.routing.direct_access is DirectAccess.OPEN
+    is_open = service.direct_access is DirectAccess.OPEN
     serving = {"ports": [_port(names.SERVING_PORT)]}
     if not is_open:
         serving["from"] = control + _namespaces(network.client_namespaces)

@@ -18,13 +18,13 @@ from typing import Final
 
 from slipway_api import names
 from slipway_api.conditions import ConditionType, EventReason, find_condition
-from slipway_api.inference_service import InferenceService, WarmPoolPolicy
+from slipway_api.inference_service import DirectAccess, InferenceService, WarmPoolPolicy
 from slipway_api.inference_status import InferenceServiceStatus
 from slipway_api.runtime_api import LoadModelRequest, ReadyReason
 from slipway_operator.core.actions import ClaimPod, CreatePod, Event, LoadModel, Steps
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
-from slipway_operator.core.service.replicas.access import PortAccess, serving_digests
+from slipway_operator.core.service.replicas.access import PortAccess, gateway_digests, serving_digests
 from slipway_operator.core.service.replicas.assign import Creation
 from slipway_operator.core.service.replicas.pod import build_pod, model_spec
 from slipway_operator.core.service.rollout.revision import Revision, owner_reference
@@ -73,9 +73,9 @@ class Claims:
     def _claim(self, service: InferenceService, revision: Revision, creation: Creation, pod: WarmPod) -> Steps:
         supply = self._observed.warm
         assert supply is not None
-        digests = serving_digests(self._observed, service)
+        required, known = serving_digests(self._observed, service), gateway_digests(self._observed, service)
         # The admin token of the pod is derived from its own name and nonce, which stay.
-        access = PortAccess(nonce="", admin_digests=(), serving_digests=digests)
+        access = PortAccess(nonce="", admin_digests=(), serving_digests=required, gateway_digests=known)
         metadata = build_pod(service, revision, slot=creation.slot, attempt=creation.attempt, access=access)["metadata"]
         annotations = {
             key: text for key, text in metadata["annotations"].items() if key != names.ANNOTATION_ADMIN_NONCE
@@ -88,7 +88,7 @@ class Claims:
             owner=owner_reference(service),
             labels=metadata["labels"],
             annotations=annotations | {names.ANNOTATION_CLAIMED_AT: self._now.isoformat()},
-            request=load_request(service, revision, digests),
+            request=load_request(service, revision, required or known),
             reason=reason,
         )
         event = Event(reason=EventReason.WARM_POD_CLAIMED, action="Claim", message=f"claimed {reason}", pod=pod.name)
@@ -122,7 +122,8 @@ def load_request(service: InferenceService, revision: Revision, digests: Sequenc
     """The body of POST /model: all that a pod's command line would have said."""
     return LoadModelRequest(
         **dict(model_spec(service, revision)),
-        serving_token_sha256=tuple(digests),
+        serving_token_sha256=tuple(digests) if service.direct_access is DirectAccess.GATEWAY_ONLY else (),
+        gateway_token_sha256=tuple(digests) if service.direct_access is DirectAccess.OPEN else (),
         drain_timeout_seconds=service.spec.drain.timeout_seconds,
     )
 

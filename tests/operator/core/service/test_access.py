@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from slipway_api.inference_service import DirectAccess
 from slipway_operator.core.actions import CreatePod
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.service.plan import plan
-from slipway_operator.core.service.replicas.access import port_access
+from slipway_operator.core.service.replicas.access import port_access, with_recorded_access
 from slipway_operator.core.service.rollout.revision import load_revisions, resolve
 from tests.builders import IMAGE, T0, a_service, seen, stored
 
@@ -46,11 +47,63 @@ def test_a_pod_that_is_made_again_under_its_name_gets_another_nonce():
     assert nonce("chat-abcde-0-0", b"one pass") != nonce("chat-abcde-1-0", b"one pass")
 
 
-def test_an_open_service_tells_its_replicas_of_no_serving_token():
+@pytest.mark.capability("SE-11")
+def test_a_replica_of_an_open_service_requires_no_token_and_recognises_its_gateway():
+    """review/shipping.md 1: any pod could set tenant and priority; a flag would end runtimes that do not know it."""
     pod = created(seen(a_service(replicas=1)))
+    env = {one["name"]: one.get("value") for one in pod["spec"]["containers"][0]["env"]}
 
-    assert "slipway.dev/serving-token-sha256" not in pod["metadata"]["annotations"]
     assert "--serving-token-sha256" not in pod["spec"]["containers"][0]["args"]
+    assert env["SLIPWAY_GATEWAY_TOKEN_SHA256"] == "digest-of-demo/chat"
+    assert pod["metadata"]["annotations"]["slipway.dev/serving-token-sha256"] == "digest-of-demo/chat"
+
+
+NEW, GATEWAY_ONLY, OPEN = "", DirectAccess.GATEWAY_ONLY, DirectAccess.OPEN
+
+
+@pytest.mark.capability("SE-11")
+@pytest.mark.parametrize(
+    ("spec", "recorded", "has_served", "default", "expected"),
+    [
+        (None, NEW, False, GATEWAY_ONLY, GATEWAY_ONLY),
+        (None, NEW, False, OPEN, OPEN),
+        (None, NEW, True, GATEWAY_ONLY, OPEN),
+        (None, "Open", True, GATEWAY_ONLY, OPEN),
+        (None, "GatewayOnly", True, OPEN, GATEWAY_ONLY),
+        ("Open", "GatewayOnly", True, GATEWAY_ONLY, OPEN),
+        ("GatewayOnly", "Open", True, OPEN, GATEWAY_ONLY),
+    ],
+    ids=["new, tenants", "new, no tenants", "from before", "tenants came", "tenants went", "opened", "closed"],
+)
+def test_the_default_of_the_installation_is_for_new_services_and_is_recorded(
+    spec, recorded, has_served, default, expected
+):
+    """review/shipping.md 1"""
+    status = {"directAccess": recorded, "currentRevision": "r1" if has_served else ""}
+    service = a_service(status=status, **({"routing": {"directAccess": spec}} if spec else {}))
+
+    filled = with_recorded_access(service, default)
+
+    assert filled.direct_access is expected
+    assert plan(seen(filled), T0).status.direct_access == expected
+
+
+@pytest.mark.capability("SE-11")
+@pytest.mark.parametrize("default", [OPEN, GATEWAY_ONLY])
+@pytest.mark.parametrize("access", [OPEN, GATEWAY_ONLY])
+def test_an_open_service_beside_tenants_is_visible_in_a_condition_and_one_event(access, default):
+    """review/shipping.md 1"""
+    observed = seen(a_service(routing={"directAccess": access}))
+    observed = replace(observed, defaults=replace(observed.defaults, direct_access=default))
+    first = plan(observed, T0)
+    found = [one for one in first.status.conditions if one.type == "GatewayOnly"]
+    events = [one for one in first.events if "without an API key" in one.message]
+    told = observed.service.model_copy(update={"status": first.status})
+    again = [one for one in plan(replace(observed, service=told), T0).events if "without an API key" in one.message]
+
+    is_visible = access is OPEN and default is GATEWAY_ONLY
+    assert [(one.status, one.reason) for one in found] == [("False", "OpenToDirectCallers")] * is_visible
+    assert (len(events), len(again)) == (is_visible, 0)
 
 
 def test_a_closed_service_tells_its_replicas_and_the_gateway_of_every_valid_token():

@@ -84,6 +84,17 @@ def test_no_pod_is_claimed_twice_in_a_pass_and_a_lost_one_not_again():
     assert len(cold(made)) == 1
 
 
+@pytest.mark.capability("AS-5", "SE-11")
+def test_a_claimed_pod_of_an_open_service_stays_open_and_learns_how_to_recognise_its_gateway():
+    service = wanting()
+    made = plan(supplied(service, a_warm_pod(service)), T0)
+    (action,) = (one for one in made.actions if isinstance(one, ClaimPod))
+
+    assert action.request.serving_token_sha256 == ()
+    assert action.request.gateway_token_sha256 == ("digest-of-demo/chat",)
+    assert action.annotations[names.ANNOTATION_SERVING_TOKEN_SHA256] == "digest-of-demo/chat"
+
+
 @pytest.mark.capability("AS-5")
 def test_a_claim_makes_the_pod_a_replica_and_leaves_its_admin_token_alone():
     service = wanting(routing={"directAccess": "GatewayOnly"}, template={"metadata": {"labels": {"team": "a"}}})
@@ -140,7 +151,7 @@ def test_the_model_is_asked_for_until_the_pod_has_it(starting, is_started, asks)
 
     asked = [action for action in made.actions if isinstance(action, LoadModel)]
     assert bool(asked) == asks
-    assert all(action.request.serving_token_sha256 == ("as-annotated",) for action in asked)
+    assert all(action.request.gateway_token_sha256 == ("as-annotated",) for action in asked)
 
 
 @pytest.mark.capability("AS-5")

@@ -84,6 +84,7 @@ def test_the_command_line_of_a_pod_that_waits_takes_the_claim_of_a_service_that_
         "revision": "",
         "standby": waiting.standby,
         "serving_token_digests": (),
+        "gateway_token_digests": (),
         "drain_timeout": waiting.drain_timeout,
     }
     assert replace(claimed, **changed) == waiting, "all else is loaded already"

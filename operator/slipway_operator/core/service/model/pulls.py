@@ -156,7 +156,7 @@ def _pod_spec(service: InferenceService, revision: Revision, node_cache: NodeCac
     unused = PortAccess(nonce="", admin_digests=())
     spec: dict[str, Any] = build_pod(service, revision, slot=0, attempt=0, access=unused, node_cache=node_cache)["spec"]
     (server,) = spec["containers"]
-    environment = [one for one in server["env"] if one["name"] != names.ENV_ADMIN_TOKEN_SHA256]
+    environment = [one for one in server["env"] if one["name"] not in names.ENV_TOKENS]
     tokenizer = {"name": names.ENV_PRE_PULL_TOKENIZER, "value": service.spec.model.tokenizer.uri}
     kept = ("name", "image", "imagePullPolicy", "volumeMounts", "securityContext")
     container = {key: server[key] for key in kept} | {

@@ -210,7 +210,7 @@ def _environment(
     own: list[dict[str, Any]] = [
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
-        access.environment(),
+        *access.environment(),
     ]
     sources = model_access.environment(service.spec.model, node_cache)
     keys = model_access.credentials(service.spec.model)

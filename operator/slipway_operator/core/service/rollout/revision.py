@@ -20,7 +20,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from slipway_api import names
-from slipway_api.inference_service import InferenceService, InferenceServiceSpec
+from slipway_api.inference_service import DirectAccess, InferenceService, InferenceServiceSpec
 from slipway_api.inference_status import RevisionStatus
 from slipway_operator.core.actions import CreateRevision, DeleteRevision
 from slipway_operator.core.observed import StoredRevision
@@ -83,6 +83,8 @@ def inputs(spec: InferenceServiceSpec) -> str:
     written = spec.model_dump(
         mode="json", by_alias=True, exclude_defaults=True, exclude_none=True, include=_INPUTS, exclude=_NOT_INPUTS
     )
+    if written.get("routing", {}).get("directAccess") == DirectAccess.OPEN:
+        del written["routing"]["directAccess"]  # once the default of the schema, which wrote it into every object
     written = {section: values for section, values in written.items() if values}
     return json.dumps(written, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 

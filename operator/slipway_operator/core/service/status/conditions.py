@@ -156,6 +156,7 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         autoscaling=autoscaling,
         capacity=_capacity(decided) or before.capacity or _planned_capacity(service, decided),
         adapters=adapters_status(observed.adapters),
+        direct_access=service.direct_access.value,
         performance=measure_performance(decided.members) or before.performance,
         slo=decided.accounting.slo,
         cost=decided.accounting.cost,
@@ -165,10 +166,17 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
     )
 
 
+OPEN_MESSAGE: Final = (
+    "Tenants are configured, but any pod that reaches the replicas can call them directly, without an API key and "
+    "beside all limits. Set spec.routing.directAccess to GatewayOnly; this replaces the replicas in a rollout. "
+    "Set it to Open to keep direct callers."
+)
+
+
 def _addresses(service: InferenceService, gateway: str) -> tuple[Address, ...]:
     """The gateway's URL, and the Kubernetes Service's where replicas take requests without a serving token."""
     through_gateway = Address(name="gateway", url=gateway)
-    if service.spec.routing.direct_access is DirectAccess.GATEWAY_ONLY:
+    if service.direct_access is DirectAccess.GATEWAY_ONLY:
         return (through_gateway,)
     name, namespace = service.metadata.name, service.metadata.namespace
     return through_gateway, Address(name="service", url=f"http://{name}.{namespace}.svc.cluster.local/v1")
@@ -326,6 +334,12 @@ def _conditions(
         write(ConditionType.MODEL_CACHED, *decided.cache.condition)
     else:
         conditions = remove_condition(conditions, ConditionType.MODEL_CACHED)
+    defaults = observed.defaults
+    should_be_closed = defaults.has_tenants or defaults.direct_access is DirectAccess.GATEWAY_ONLY
+    if should_be_closed and service.direct_access is DirectAccess.OPEN:
+        write(ConditionType.GATEWAY_ONLY, False, Reason.OPEN_TO_DIRECT_CALLERS, OPEN_MESSAGE)
+    else:
+        conditions = remove_condition(conditions, ConditionType.GATEWAY_ONLY)
     return conditions
 
 
