@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from slipway_api.listening import ALL_ADDRESSES
 from slipway_api.names import ADMIN_PORT, SERVING_PORT
 from slipway_gateway.batch.limits import BatchLimits
 from slipway_gateway.listener import ConnectionLimits
@@ -166,8 +167,8 @@ class GatewaySettings(BaseSettings):
 
     @property
     def bind(self) -> str:
-        """The address to listen on."""
-        return self.host or ("127.0.0.1" if self.static else "0.0.0.0")
+        """The address to listen on; `::`: all, IPv4 and IPv6."""
+        return self.host or ("127.0.0.1" if self.static else ALL_ADDRESSES)
 
     @property
     def connection_limits(self) -> ConnectionLimits:

@@ -19,7 +19,7 @@ def test_the_command_line_wins_over_the_environment_and_an_empty_variable_is_abs
     assert (settings.port, settings.admin_port, settings.pod_name) == (8500, 9001, "gateway-0")
     assert settings.watch_namespaces == ("a", "b")
     assert (settings.connection_limits.header_seconds, settings.body_seconds) == (3.0, 60.0)
-    assert (settings.bind, settings.propagation_seconds) == ("0.0.0.0", 5.0)
+    assert (settings.bind, settings.propagation_seconds) == ("::", 5.0)
 
 
 def test_static_routes_listen_on_this_machine_and_wait_for_no_load_balancer():
