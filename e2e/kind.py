@@ -9,6 +9,7 @@ the cluster up and says how to reach it.
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -83,6 +84,8 @@ def main() -> None:
     if lacking := missing():
         sys.exit(f"make e2e-kind needs {' and '.join(lacking)} on the PATH")
     kubeconfig = Path(tempfile.mkdtemp(prefix="slipway-kind-")) / "kubeconfig"
+    # Leave through `finally`, so that the cluster is removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("make e2e-kind: ended by SIGTERM"))
     try:
         for step in steps(kubeconfig):
             run(step)

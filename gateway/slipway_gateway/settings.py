@@ -223,7 +223,15 @@ def read_settings(arguments: Sequence[str]) -> GatewaySettings:
 
 
 def describe(invalid: ValidationError) -> str:
-    """One sentence for each invalid setting."""
+    """One sentence for each invalid setting, with its variable and its value."""
     return "; ".join(
-        f"{'.'.join(str(part) for part in error['loc'])}: {error['msg']}" for error in invalid.errors(include_url=False)
+        _sentence(error["loc"], error["input"], error["msg"]) for error in invalid.errors(include_url=False)
     )
+
+
+def _sentence(location: tuple[int | str, ...], value: object, message: str) -> str:
+    if not location:  # of several settings together; the message names them
+        return message
+    name = str(location[0])
+    variable = name if name.isupper() else f"SLIPWAY_{name.upper()}"
+    return f"{variable} is {value!r}: {message[:1].lower()}{message[1:]}"
