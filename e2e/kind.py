@@ -2,7 +2,7 @@
 
     python -m e2e.kind [--keep]
 
-It needs docker with buildx, kind, kubectl and helm on the PATH, about 10 GB of disk, and the network. `--keep` leaves
+It needs docker with buildx, kind, kubectl and helm on the PATH, about 28 GB of disk while it builds, and the network. `--keep` leaves
 the cluster up and says how to reach it.
 """
 

@@ -192,6 +192,12 @@ def test_the_workflow_pushes_the_names_that_the_bake_file_takes():
 
     assert parsed[True] == {"push": {"tags": ["v*"]}}  # YAML 1.1 reads `on` as true
     assert parsed["permissions"] == {"contents": "read", "packages": "write"}
+    steps = [step.get("run", "") for step in parsed["jobs"]["push"]["steps"]]
+    started = next(index for index, text in enumerate(steps) if "images/start.sh" in text)
+    pushed = next(index for index, text in enumerate(steps) if "--push" in text)
+    assert started < pushed, "review/containers.md 1: images were pushed that had never been started"
+    (targets,) = re.findall(r"for target in (.+); do", steps[started])
+    assert set(targets.split()) == SHIPPED.keys()
     for variable in ("REGISTRY", "TAG"):
         assert f'variable "{variable}"' in BAKE
         assert f"{variable}=" in workflow
