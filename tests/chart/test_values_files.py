@@ -16,6 +16,7 @@ pytestmark = pytest.mark.apiserver  # they need helm, which comes with the local
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 DIGEST = f"sha256:{'a' * 64}"
+TENANTS = ("gateway.tenants.configMap=tenants", "gateway.tenants.keysSecret=keys")
 # Branches of templates that a number is rendered in.
 ENABLED = {
     "watchNamespaces": [],
@@ -160,7 +161,7 @@ def images_of(found: dict[tuple[str, str], Any]) -> set[str]:
     ("values", "prefix"),
     [
         ({}, "slipway/"),
-        ({"image": {"registry": "ghcr.io/owner/name"}}, "ghcr.io/owner/name/slipway/"),
+        ({"image": {"registry": "ghcr.io/owner"}}, "ghcr.io/owner/slipway/"),
         ({"image": {"registry": "ghcr.io"}, "global": {"imageRegistry": "mirror:5000/"}}, "mirror:5000/slipway/"),
     ],
 )
@@ -191,3 +192,26 @@ def test_pull_secrets_of_a_chart_around_are_used_too(helm, tmp_path):
     for part in ("operator", "gateway"):
         secrets = found["Deployment", f"slipway-{part}"]["spec"]["template"]["spec"]["imagePullSecrets"]
         assert secrets == [{"name": "ours"}, {"name": "theirs"}, {"name": "others"}]
+
+
+def notes(helm: Helm, *settings: str) -> str:
+    """NOTES.txt as `helm install` prints it."""
+    sets = [part for setting in settings for part in ("--set", setting)]
+    arguments = ["install", "slipway", str(CHART), "--namespace", NAMESPACE, "--dry-run=client", *sets]
+    return helm.run(*arguments).partition("\nNOTES:\n")[2]
+
+
+def test_the_notes_print_a_command_that_fits_tls_and_tenants(helm):
+    """review/shipping.md 18."""
+    plain, closed = notes(helm), notes(helm, "gateway.tls.secretName=c", *TENANTS)
+
+    assert "curl -N http://127.0.0.1:8000/" in plain
+    assert "Authorization" not in plain
+    assert "curl -N --insecure https://127.0.0.1:8000/" in closed
+    assert '-H "Authorization: Bearer $API_KEY" \\\n' in closed
+
+
+def test_names_of_service_accounts_are_never_silently_ignored(helm):
+    """review/shipping.md 17: with crds.install=false the list had no effect."""
+    with pytest.raises(SystemExit, match="allowedServiceAccountNames is checked by the CustomResourceDefinition"):
+        helm.run("template", str(CHART), "--set", "crds.install=false", "--set", "allowedServiceAccountNames={models}")
