@@ -64,7 +64,7 @@ chaos: cluster-binary ## every fault under load on the local cluster, as a table
 e2e-kind: setup ## build the images, install the chart with them on a kind cluster, ask one question (KEEP=1 leaves it up)
 	@$(BIN)/python -m e2e.kind $(if $(KEEP),--keep)
 
-images-check: setup ## build every image with buildah and start it as a pod would (minutes; needs root and the network)
+images-check: setup ## build every image with buildah and start it as a pod would (half an hour; needs root, debootstrap, 28 GB of disk)
 	@images/check.sh
 
 kernels: setup ## every kernel over every shape: on a GPU if there is one, else in the interpreter (hours)

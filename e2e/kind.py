@@ -2,13 +2,14 @@
 
     python -m e2e.kind [--keep]
 
-It needs docker with buildx, kind, kubectl and helm on the PATH, about 10 GB of disk, and the network. `--keep` leaves
-the cluster up and says how to reach it.
+It needs docker with buildx, kind, kubectl and helm on the PATH, about 28 GB of disk while it builds, and the network.
+`--keep` leaves the cluster up and says how to reach it.
 """
 
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -83,6 +84,8 @@ def main() -> None:
     if lacking := missing():
         sys.exit(f"make e2e-kind needs {' and '.join(lacking)} on the PATH")
     kubeconfig = Path(tempfile.mkdtemp(prefix="slipway-kind-")) / "kubeconfig"
+    # Leave through `finally`, so that the cluster is removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("make e2e-kind: ended by SIGTERM"))
     try:
         for step in steps(kubeconfig):
             run(step)

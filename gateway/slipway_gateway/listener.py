@@ -28,6 +28,7 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from slipway_api.listening import bound_sockets
 from slipway_gateway.protocol_errors import hide_server, with_own_errors
 from slipway_gateway.tls import Certificate
 
@@ -260,7 +261,7 @@ class Listener:
         self._app = app
         self._host = host
         self.port = port
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
 
     async def open(self, stack: AsyncExitStack) -> None:
         """Serve until the stack closes; a handler is cancelled when its client leaves."""
@@ -278,19 +279,21 @@ class Listener:
         handlers = runner.server
         assert handlers is not None
         secured = self._certificate is not None
-        self._server = await asyncio.get_running_loop().create_server(
-            lambda: Connection(with_own_errors(handlers()), self.connections),
-            self._host,
-            self.port,
-            backlog=1024,
-            ssl=self._certificate.context if self._certificate is not None else None,
-            ssl_handshake_timeout=self.connections.limits.header_seconds if secured else None,
-            ssl_shutdown_timeout=1.0 if secured else None,
-        )
-        self.port = self._server.sockets[0].getsockname()[1]
-        stack.callback(self._server.close)
+        sockets = bound_sockets(self._host, self.port)
+        self.port = sockets[0].getsockname()[1]
+        for bound in sockets:
+            server = await asyncio.get_running_loop().create_server(
+                lambda: Connection(with_own_errors(handlers()), self.connections),
+                sock=bound,
+                backlog=1024,
+                ssl=self._certificate.context if self._certificate is not None else None,
+                ssl_handshake_timeout=self.connections.limits.header_seconds if secured else None,
+                ssl_shutdown_timeout=1.0 if secured else None,
+            )
+            self._servers.append(server)
+            stack.callback(server.close)
 
     def close(self) -> None:
         """Accept no more connections; those that are open go on."""
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()

@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from slipway_api.listening import ALL_ADDRESSES
 from slipway_api.names import ADMIN_PORT, SERVING_PORT
 from slipway_gateway.batch.limits import BatchLimits
 from slipway_gateway.listener import ConnectionLimits
@@ -166,8 +167,8 @@ class GatewaySettings(BaseSettings):
 
     @property
     def bind(self) -> str:
-        """The address to listen on."""
-        return self.host or ("127.0.0.1" if self.static else "0.0.0.0")
+        """The address to listen on; `::`: all, IPv4 and IPv6."""
+        return self.host or ("127.0.0.1" if self.static else ALL_ADDRESSES)
 
     @property
     def connection_limits(self) -> ConnectionLimits:
@@ -222,7 +223,15 @@ def read_settings(arguments: Sequence[str]) -> GatewaySettings:
 
 
 def describe(invalid: ValidationError) -> str:
-    """One sentence for each invalid setting."""
+    """One sentence for each invalid setting, with its variable and its value."""
     return "; ".join(
-        f"{'.'.join(str(part) for part in error['loc'])}: {error['msg']}" for error in invalid.errors(include_url=False)
+        _sentence(error["loc"], error["input"], error["msg"]) for error in invalid.errors(include_url=False)
     )
+
+
+def _sentence(location: tuple[int | str, ...], value: object, message: str) -> str:
+    if not location:  # of several settings together; the message names them
+        return message
+    name = str(location[0])
+    variable = name if name.isupper() else f"SLIPWAY_{name.upper()}"
+    return f"{variable} is {value!r}: {message[:1].lower()}{message[1:]}"

@@ -47,7 +47,9 @@ class Tracing:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.sdk.trace.sampling import ALWAYS_ON
         except ImportError as missing:
-            raise NoOpenTelemetryError(f"traces need the packages of slipway[otel]: {missing}") from missing
+            raise NoOpenTelemetryError(
+                f"traces need the packages of the extra otel (pip install '.[otel]' in a checkout): {missing}"
+            ) from missing
         resource = Resource.create({"service.name": "slipway-gateway", "service.instance.id": instance})
         # Ours is the only decision on sampling; the processor's queue is bounded, and drops what does not fit.
         self._provider = sdk.TracerProvider(sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from slipway_api import names
+from slipway_api.listening import ALL_ADDRESSES
 from slipway_api.runtime_api import ModelSpec
 from slipway_api.runtime_spec import Dtype, KVDtype, Pooling, Quantization, SpeculationMethod, Task
 from slipway_runtime.settings import (
@@ -57,7 +58,9 @@ def parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--served-name", default="", help="the name clients use in `model`")
     serve.add_argument("--revision", default="", help="the revision named in every response")
-    serve.add_argument("--host", default="0.0.0.0", help="address of the serving port")
+    serve.add_argument(
+        "--host", default=ALL_ADDRESSES, help="address of the serving port; ::, the default: all, IPv4 and IPv6"
+    )
     serve.add_argument("--port", type=int, default=names.SERVING_PORT)
     serve.add_argument("--admin-port", type=int, default=names.ADMIN_PORT)
     serve.add_argument(

@@ -17,6 +17,7 @@ from typing import Final, TypeVar
 
 from slipway_api.runtime_spec import Pooling, Task
 from slipway_runtime.boot_memory import BootMemory
+from slipway_runtime.cgroups import ContainerLimits, read_limits
 from slipway_runtime.engine.client import Transport
 from slipway_runtime.engine.launch import BootedEngine, EngineProcess
 from slipway_runtime.engine.loop import EngineThread
@@ -26,23 +27,23 @@ from slipway_runtime.server.tokenizer import TokenizerFiles, load_tokenizer
 from slipway_runtime.settings import RuntimeSettings
 from slipway_runtime.storage.fetch import check_digest, fetch
 
-_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _CPUINFO = Path("/proc/cpuinfo")
 SPARE_FROM = 4  # threads; from this number on, one is left to HTTP and scheduling
 
 
-def compute_threads(cpu_max: Path = _CPU_MAX, cpuinfo: Path = _CPUINFO, allowed: frozenset[int] | None = None) -> int:
-    """The cgroup's CPU quota, rounded down, or the number of physical cores if that is smaller; at least 1.
+def compute_threads(
+    limits: ContainerLimits | None = None, cpuinfo: Path = _CPUINFO, allowed: frozenset[int] | None = None
+) -> int:
+    """The container's CPU quota, rounded down, or the number of physical cores if that is smaller; at least 1.
 
-    More threads wait for each other at every barrier, for a tick of the kernel's scheduler each time. `allowed`: the
-    processors that this process may run on; None: ask the kernel.
+    More threads wait for each other at every barrier, for a tick of the kernel's scheduler each time. `limits`: the
+    container's; None: read them now. `allowed`: the processors that this process may run on; None: ask the kernel.
     """
     processors = os.sched_getaffinity(0) if allowed is None else allowed
     threads = _physical_cores(cpuinfo.read_text() if cpuinfo.exists() else "", frozenset(processors))
-    if cpu_max.exists():
-        quota, period = cpu_max.read_text().split()
-        if quota != "max":
-            threads = min(threads, int(quota) // int(period))
+    processors_of_quota = (limits or read_limits()).processors
+    if processors_of_quota is not None:
+        threads = min(threads, int(processors_of_quota))
     return max(1, threads - 1 if threads >= SPARE_FROM else threads)
 
 

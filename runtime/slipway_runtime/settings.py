@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from slipway_api import names
+from slipway_api.listening import ALL_ADDRESSES
 from slipway_api.runtime_api import LoadModelRequest, ModelSpec
 from slipway_api.runtime_spec import Pooling, Task
 from slipway_api.types import parse_quantity
@@ -111,7 +112,7 @@ class RuntimeSettings:
     model_uri: str  # empty: the process waits for POST /model
     served_name: str = ""
     revision: str = ""
-    host: str = "0.0.0.0"
+    host: str = ALL_ADDRESSES
     port: int = names.SERVING_PORT
     admin_port: int = names.ADMIN_PORT
     dtype: str = "auto"

@@ -14,7 +14,7 @@ def test_the_engine_that_both_run_is_a_command_line_of_our_runtime():
 
     settings = serve_settings(parse_arguments(patches["args"]), environment)
 
-    assert settings.admin_host == "0.0.0.0", "the kubelet must reach /ready"
+    assert settings.admin_host == "::", "the kubelet must reach /ready"
 
 
 def test_its_pods_get_the_probes_of_our_operator_and_the_folders_that_the_runtime_writes_to():

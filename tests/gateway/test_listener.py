@@ -32,6 +32,17 @@ async def dribble(writer: asyncio.StreamWriter) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+async def test_both_ports_answer_by_ipv4_and_ipv6(address):
+    """review/operator-users.md 6: on a cluster of IPv6 nothing answered."""
+    async with Runtime() as runtime, a_gateway(runtime, host="::") as gateway:
+        for port in (gateway.port, gateway.admin_port):
+            reader, writer = await asyncio.open_connection(address, port)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 ")
+            writer.close()
+
+
 @pytest.mark.capability("SE-6")
 async def test_200_clients_that_dribble_their_headers_are_closed_and_others_are_served_meanwhile():
     """Chaos C6: 200 of 200 were still open after 40 s."""

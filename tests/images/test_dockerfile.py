@@ -89,13 +89,48 @@ def test_no_secret_and_no_weights_but_the_embedded_model_get_into_an_image():
 
     assert copied == {
         *("pyproject.toml", "constraints.txt", "hatch_build.py", "README.md", "LICENSE"),
-        *("api", "kube", "operator", "runtime", "gateway", "models/tiny"),
+        *("api", "kube", "operator", "runtime", "gateway", "models/tiny", "models/adapters"),
     }
     assert {f"!{path}" for path in copied} == {word for word in sent if word.startswith("!")}
     assert not [line for line in lines if line.startswith("ADD")]
     assert not re.search(r"(?i)password|passwd=|token=|secret", "\n".join(lines))
     assert "COPY models/tiny /opt/slipway/models/tiny" in lineage("runtime")
     assert not [line for line in lineage("operator") + lineage("gateway") if "models" in line]
+
+
+def folders_of_the_checkout(name: str) -> dict[str, str]:
+    """Path in the image -> path in the checkout, of all that the image copies from there."""
+    lines = [line.split() for line in lineage(name) if line.startswith("COPY ") and "--from" not in line]
+    return {words[-1]: words[1] for words in lines}
+
+
+@pytest.mark.parametrize("name", ["runtime", "runtime-cpu"])
+def test_an_image_has_every_file_that_the_local_cluster_binds_into_its_pods(name):
+    """review/containers.md 3: the catalogue bound adapters that no image had."""
+    catalogue = yaml.safe_load((ROOT / "e2e" / "cluster" / "images.yaml").read_text())
+    bound: dict[str, str] = catalogue["slipway/runtime:{version}"].get("binds", {})
+
+    assert bound
+    copied = folders_of_the_checkout(name)
+    assert {path: source.removeprefix("{checkout}/") for path, source in bound.items()}.items() <= copied.items()
+
+
+def test_only_the_runtime_has_binds_in_the_catalogue():
+    """Otherwise the test above would have to compare other images too."""
+    catalogue = yaml.safe_load((ROOT / "e2e" / "cluster" / "images.yaml").read_text())
+
+    assert [name for name, image in catalogue.items() if image.get("binds")] == ["slipway/runtime:{version}"]
+
+
+@pytest.mark.parametrize("manifest", sorted((ROOT / "examples").glob("**/*.yaml")), ids=lambda path: path.name)
+def test_an_example_names_only_files_that_the_image_contains(manifest):
+    """review/containers.md 3: three examples named adapters that were only in the checkout."""
+    copied = folders_of_the_checkout("runtime-cpu")
+    for address in re.findall(r"file://(/[^\s\"',}]+)", manifest.read_text()):
+        sources = [
+            ROOT / source / address[len(path) + 1 :] for path, source in copied.items() if address.startswith(path)
+        ]
+        assert [source for source in sources if source.exists()], f"{address} is not in the image of the runtime"
 
 
 @pytest.mark.parametrize("name", ["runtime", "runtime-cpu"])
@@ -157,6 +192,12 @@ def test_the_workflow_pushes_the_names_that_the_bake_file_takes():
 
     assert parsed[True] == {"push": {"tags": ["v*"]}}  # YAML 1.1 reads `on` as true
     assert parsed["permissions"] == {"contents": "read", "packages": "write"}
+    steps = [step.get("run", "") for step in parsed["jobs"]["push"]["steps"]]
+    started = next(index for index, text in enumerate(steps) if "images/start.sh" in text)
+    pushed = next(index for index, text in enumerate(steps) if "--push" in text)
+    assert started < pushed, "review/containers.md 1: images were pushed that had never been started"
+    (targets,) = re.findall(r"for target in (.+); do", steps[started])
+    assert set(targets.split()) == SHIPPED.keys()
     for variable in ("REGISTRY", "TAG"):
         assert f'variable "{variable}"' in BAKE
         assert f"{variable}=" in workflow

@@ -2,6 +2,7 @@
 
 import pytest
 
+from slipway_runtime.cgroups import ContainerLimits
 from slipway_runtime.loading import compute_threads
 
 
@@ -14,23 +15,21 @@ def cpuinfo(processors: int, *, threads_per_core: int) -> str:
 @pytest.mark.parametrize(
     ("quota", "processors", "threads_per_core", "threads"),
     [
-        ("max 100000", 2, 1, 2),
-        ("max 100000", 16, 2, 7),  # 8 cores, one of them for everything else
-        ("150000 100000", 16, 2, 1),
-        ("300000 100000", 16, 2, 3),
-        ("1600000 100000", 16, 2, 7),
-        ("50000 100000", 2, 1, 1),
+        (None, 2, 1, 2),
+        (None, 16, 2, 7),  # 8 cores, one of them for everything else
+        (1.5, 16, 2, 1),
+        (3.0, 16, 2, 3),
+        (16.0, 16, 2, 7),
+        (0.5, 2, 1, 1),
         (None, 2, 2, 1),
     ],
 )
 def test_a_quota_and_the_cores_bound_the_threads(quota, processors, threads_per_core, threads, tmp_path):
-    if quota is not None:
-        (tmp_path / "cpu.max").write_text(quota + "\n")
     (tmp_path / "cpuinfo").write_text(cpuinfo(processors, threads_per_core=threads_per_core))
-    found = compute_threads(tmp_path / "cpu.max", tmp_path / "cpuinfo", frozenset(range(processors)))
+    found = compute_threads(ContainerLimits(processors=quota), tmp_path / "cpuinfo", frozenset(range(processors)))
     assert found == threads
 
 
 def test_a_process_bound_to_some_processors_counts_only_those(tmp_path):
     (tmp_path / "cpuinfo").write_text(cpuinfo(8, threads_per_core=1))
-    assert compute_threads(tmp_path / "none", tmp_path / "cpuinfo", frozenset({1, 5})) == 2
+    assert compute_threads(ContainerLimits(), tmp_path / "cpuinfo", frozenset({1, 5})) == 2

@@ -143,7 +143,7 @@ def test_without_a_token_the_admin_port_is_for_this_machine_only():
     assert settings_of().admin_host == "127.0.0.1"
     with_token = settings_of(SLIPWAY_ADMIN_TOKEN_SHA256="aa, bb,")
     assert with_token.admin_token_digests == ("aa", "bb")
-    assert with_token.admin_host == "0.0.0.0"
+    assert with_token.admin_host == "::"
 
 
 def test_the_name_of_a_hub_model_is_that_of_its_repository():

@@ -5,6 +5,9 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/part-of: slipway
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{- /* What selects the pods of a part; immutable, so nothing that changes may be in it. */ -}}
@@ -14,8 +17,21 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .part }}
 {{- end -}}
 
+{{- /* An image with its registry, and its digest or its tag. Call with root and image. */ -}}
 {{- define "slipway.image" -}}
-{{ .image.repository }}:{{ .image.tag | default .root.Chart.AppVersion }}
+{{- $global := .root.Values.global | default dict -}}
+{{- with $global.imageRegistry | default .root.Values.image.registry }}{{ trimSuffix "/" . }}/{{ end -}}
+{{- .image.repository -}}
+{{- if .image.digest }}@{{ .image.digest }}{{ else }}:{{ .image.tag | default .root.Chart.AppVersion }}{{ end -}}
+{{- end -}}
+
+{{- /* The pull secrets of the chart's own pods: those of this chart, and those of a chart around it. */ -}}
+{{- define "slipway.imagePullSecrets" -}}
+{{- $all := list -}}
+{{- range concat .Values.imagePullSecrets ((.Values.global | default dict).imagePullSecrets | default list) -}}
+{{- $all = append $all (dict "name" (kindIs "string" . | ternary . (get (kindIs "map" . | ternary . dict) "name"))) -}}
+{{- end -}}
+{{- with uniq $all }}{{ toYaml . }}{{ end -}}
 {{- end -}}
 
 {{- define "slipway.masterSecret" -}}
@@ -28,7 +44,7 @@ app.kubernetes.io/component: {{ .part }}
 
 {{- define "slipway.gatewayURL" -}}
 {{- $scheme := ternary "https" "http" (ne .Values.gateway.tls.secretName "") -}}
-{{- $inside := printf "%s://%s-gateway.%s.svc.%s:%v" $scheme .Values.name .Release.Namespace .Values.clusterDomain .Values.gateway.service.port -}}
+{{- $inside := printf "%s://%s-gateway.%s.svc.%s:%d" $scheme .Values.name .Release.Namespace .Values.clusterDomain (int64 .Values.gateway.service.port) -}}
 {{ .Values.gateway.url | default $inside }}
 {{- end -}}
 
@@ -60,8 +76,12 @@ automountServiceAccountToken: true
 enableServiceLinks: false
 securityContext:
   {{- include "slipway.podSecurityContext" . | nindent 2 }}
-{{- with .root.Values.imagePullSecrets }}
+{{- with include "slipway.imagePullSecrets" .root }}
 imagePullSecrets:
+  {{- . | nindent 2 }}
+{{- end }}
+{{- with $part.affinity }}
+affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $part.priorityClassName }}
@@ -76,13 +96,20 @@ tolerations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 topologySpreadConstraints:
+  {{- if $part.topologySpreadConstraints }}
+  {{- toYaml $part.topologySpreadConstraints | nindent 2 }}
+  {{- else }}
   - maxSkew: 1
     topologyKey: kubernetes.io/hostname
     whenUnsatisfiable: ScheduleAnyway
     labelSelector:
       matchLabels:
         {{- include "slipway.selector" . | nindent 8 }}
+  {{- end }}
 volumes:
+  {{- with $part.extraVolumes }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
   {{- if eq .part "operator" }}
   - name: admin-master
     secret:
@@ -140,6 +167,16 @@ volumes:
   value: {{ join "," .root.Values.watchNamespaces | quote }}
 - name: SLIPWAY_LOG_LEVEL
   value: {{ (index .root.Values .part).logLevel }}
+{{- end -}}
+
+{{- /* Variables of a part, with those of extraEnv in place of its own of the same name: a list with a name twice is
+       refused by server-side apply. Call with own (YAML) and extra (list). */ -}}
+{{- define "slipway.mergedEnv" -}}
+{{- $replaced := dict -}}
+{{- range .extra }}{{ $_ := set $replaced .name true }}{{ end -}}
+{{- $all := list -}}
+{{- range fromYamlArray .own }}{{ if not (hasKey $replaced .name) }}{{ $all = append $all . }}{{ end }}{{ end -}}
+{{- toYaml (concat $all .extra) -}}
 {{- end -}}
 
 {{- define "slipway.commonMounts" -}}

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message
 
 import slipway_api
 from slipway_api import names
+from slipway_api.listening import bound_sockets
 from slipway_runtime.server import (
     adapter_routes,
     admin,
@@ -138,12 +139,11 @@ async def _build_routes(app: ASGIApp) -> None:
 @contextlib.asynccontextmanager
 async def listening(app: ASGIApp, host: str, port: int) -> AsyncIterator[int]:
     """Serve an application; yields its port once it listens. The exit waits a short time for open responses."""
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Limits the unsent bytes that the kernel buffers for a client that does not read; connections inherit it. It does
-    # not limit throughput.
-    bound.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, 64 * 1024)
-    bound.bind((host, port))
+    sockets = bound_sockets(host, port)
+    for one in sockets:
+        # Limits the unsent bytes that the kernel buffers for a client that does not read; connections inherit it. It
+        # does not limit throughput.
+        one.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, 64 * 1024)
     server = _Server(
         uvicorn.Config(
             app,
@@ -157,7 +157,7 @@ async def listening(app: ASGIApp, host: str, port: int) -> AsyncIterator[int]:
             timeout_graceful_shutdown=5,
         )
     )
-    task = asyncio.create_task(server.serve(sockets=[bound]), name=f"http {port}")
+    task = asyncio.create_task(server.serve(sockets=sockets), name=f"http {port}")
     try:
         while not server.started:
             if task.done():
@@ -165,8 +165,9 @@ async def listening(app: ASGIApp, host: str, port: int) -> AsyncIterator[int]:
                 raise RuntimeError(f"the server on port {port} ended before it began")
             await asyncio.sleep(0.005)
         await _build_routes(app)
-        yield bound.getsockname()[1]
+        yield sockets[0].getsockname()[1]
     finally:
         server.should_exit = True
         await task
-        bound.close()
+        for one in sockets:
+            one.close()

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from slipway_api.memory import SMALLEST_POOL, kv_bytes_per_token, pool_blocks
+from slipway_runtime.cgroups import ContainerLimits, read_limits
 from slipway_runtime.kernels import kv_pages
 from slipway_runtime.kernels.upload import upload
 from slipway_runtime.models.config import DoesNotFitError, ModelConfig
 from slipway_runtime.models.quantize import DTYPE_NAMES
 
 CPU_SHARE = 0.25  # of the memory that is left after the weights: a process on a CPU is rarely alone
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -126,13 +126,14 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_memory_bytes()
 
 
-def available_memory_bytes(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Host memory that this process may still allocate: MemAvailable, or less if its cgroup's limit leaves less."""
+def available_memory_bytes(limits: ContainerLimits | None = None, meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Host memory that this process may still allocate: MemAvailable, or less if its container's limit leaves less.
+
+    limits: those of the container; None: read them now.
+    """
     available = 4 << 30
     if meminfo.exists():
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
         available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = cgroup / "memory.max", cgroup / "memory.current"
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        available = min(available, max(0, int(text) - int(used.read_text())))
-    return available
+    left = (limits or read_limits()).memory_left
+    return available if left is None else min(available, left)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slipway_runtime.cgroups import ContainerLimits
 from slipway_runtime.models.config import ModelRefusedError, parse_config
 from slipway_runtime.worker.kv_cache import (
     CacheSize,
@@ -38,14 +39,10 @@ def test_too_small_a_budget_is_refused_with_its_arithmetic():
 
 
 @pytest.mark.capability("KV-6")
-@pytest.mark.parametrize(
-    ("limit", "used", "available"), [("max", "5", 8_192_000), ("3000", "1000", 2000), ("1000", "3000", 0)]
-)
-def test_a_containers_limit_counts_before_the_machines_memory(limit, used, available, tmp_path):
+@pytest.mark.parametrize(("left", "available"), [(None, 8_192_000), (2000, 2000), (0, 0), (10_000_000, 8_192_000)])
+def test_a_containers_limit_counts_before_the_machines_memory(left, available, tmp_path):
     (tmp_path / "meminfo").write_text(MEMINFO)
-    (tmp_path / "memory.max").write_text(limit)
-    (tmp_path / "memory.current").write_text(used)
-    assert available_memory_bytes(cgroup=tmp_path, meminfo=tmp_path / "meminfo") == available
+    assert available_memory_bytes(ContainerLimits(memory_left=left), tmp_path / "meminfo") == available
 
 
 def test_a_new_cache_holds_zeros_so_that_padding_is_harmless():

@@ -76,7 +76,15 @@ class Claims:
         required, known = serving_digests(self._observed, service), gateway_digests(self._observed, service)
         # The admin token of the pod is derived from its own name and nonce, which stay.
         access = PortAccess(nonce="", admin_digests=(), serving_digests=required, gateway_digests=known)
-        metadata = build_pod(service, revision, slot=creation.slot, attempt=creation.attempt, access=access)["metadata"]
+        pod_of_service = build_pod(
+            service,
+            revision,
+            slot=creation.slot,
+            attempt=creation.attempt,
+            access=access,
+            user=self._observed.defaults.pod_user,
+        )
+        metadata = pod_of_service["metadata"]
         annotations = {
             key: text for key, text in metadata["annotations"].items() if key != names.ANNOTATION_ADMIN_NONCE
         }

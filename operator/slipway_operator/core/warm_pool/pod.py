@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from slipway_api import names
 from slipway_api.warm_pool import WarmLevel, WarmPool
-from slipway_operator.core.observed import NONROOT, NodeCache, PodUser
+from slipway_operator.core.observed import NodeCache, PodUser
 from slipway_operator.core.service.replicas.access import PortAccess
 from slipway_operator.core.service.replicas.pod import arguments, build_pod
 from slipway_operator.core.service.rollout.revision import Revision
@@ -39,7 +39,7 @@ def build_pool_pod(
     image: str,
     access: PortAccess,
     node_cache: NodeCache | None = None,
-    user: PodUser | None = NONROOT,
+    user: PodUser | None,
 ) -> dict[str, Any]:
     """The pod as it is sent to the API server."""
     spec, name = pool.spec, pool.metadata.name

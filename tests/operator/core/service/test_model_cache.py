@@ -9,7 +9,7 @@ from slipway_api import names
 from slipway_api.conditions import find_condition
 from slipway_api.inference_service import InferenceService
 from slipway_operator.core.actions import CreatePod, DeletePod
-from slipway_operator.core.observed import Failure, NodeCache
+from slipway_operator.core.observed import NONROOT, Failure, NodeCache
 from slipway_operator.core.pulls import PullNode, PullPod, PullsSeen
 from slipway_operator.core.service.model.pull_nodes import nodes_for
 from slipway_operator.core.service.model.pulls import pull_digest
@@ -30,7 +30,9 @@ def of_node(**spec: Any) -> InferenceService:
 
 def pod_of(service: InferenceService, node_cache: NodeCache | None = None) -> dict[str, Any]:
     access = PortAccess(nonce="n", admin_digests=("aa",))
-    return build_pod(service, revision_of(service), slot=0, attempt=0, access=access, node_cache=node_cache)["spec"]
+    return build_pod(
+        service, revision_of(service), slot=0, attempt=0, access=access, user=NONROOT, node_cache=node_cache
+    )["spec"]
 
 
 def variables(spec: dict[str, Any]) -> dict[str, str]:
@@ -52,7 +54,7 @@ def planned(
 
 def pulling(service: InferenceService, node: str, **facts: Any) -> PullPod:
     """The pod that the plan would make for this node, as the caches show it."""
-    digest = pull_digest(service, revision_of(service), FOLDER)
+    digest = pull_digest(service, revision_of(service), replace(DEFAULTS, node_cache=FOLDER))
     wanted = {"uid": f"uid-{node}", "owner_uid": service.metadata.uid, "digest": digest, "created_at": T0} | facts
     return PullPod(name=f"chat-pull-{node}", node=node, **wanted)
 

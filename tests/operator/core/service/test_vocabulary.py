@@ -21,7 +21,19 @@ from slipway_operator.core.service.model.pulls import pull_digest
 from slipway_operator.core.service.plan import Plan, plan
 from slipway_operator.core.warm_pool.shape import shape_of_service, write_shape
 from slipway_operator.core.warm_pool.supply import WarmPod, WarmSupply
-from tests.builders import T0, APod, a_pod, a_service, an_attached_adapter, edited, minutes, promised, revision_of, seen
+from tests.builders import (
+    DEFAULTS,
+    T0,
+    APod,
+    a_pod,
+    a_service,
+    an_attached_adapter,
+    edited,
+    minutes,
+    promised,
+    revision_of,
+    seen,
+)
 from tests.operator.core.scaling.gateways import Gateways
 from tests.operator.core.service.rollouts import a_world as a_canary_world
 from tests.operator.core.service.rollouts import roll
@@ -261,7 +273,7 @@ def with_adapters() -> Said:
 def with_a_cache() -> Said:
     node_cache = {"cache": {"policy": "Node"}}
     pulled = one(uri="hf://org/model", model={"cache": {"policy": "Shared", "claimName": "models"}}, prePull={})
-    digest = pull_digest(pulled, revision_of(pulled), None)
+    digest = pull_digest(pulled, revision_of(pulled), DEFAULTS)
     pod = PullPod(name="p", uid="u", owner_uid=pulled.metadata.uid, digest=digest, node="", created_at=T0)
     states = [(), (replace(pod, exit_code=1),), (replace(pod, phase="Succeeded"),)]
     plans = [plan(replace(seen(pulled), pulls=PullsSeen(pods=pods)), T0) for pods in states]

@@ -24,12 +24,12 @@ from slipway_api import names
 from slipway_api.inference_service import InferenceService
 from slipway_api.model_source import CachePolicy
 from slipway_operator.core.actions import CreatePod, DeletePod, Steps
-from slipway_operator.core.observed import NodeCache, Observed
+from slipway_operator.core.observed import Defaults, Observed
 from slipway_operator.core.pulls import PullNode, PullPod
 from slipway_operator.core.service.model import model_access
 from slipway_operator.core.service.model.pull_nodes import nodes_for, pull_tolerations
 from slipway_operator.core.service.replicas.access import PortAccess
-from slipway_operator.core.service.replicas.pod import build_pod
+from slipway_operator.core.service.replicas.pod import NO_GPU, build_pod
 from slipway_operator.core.service.rollout.revision import Revision, owner_reference
 
 CLAIM: Final = PullNode(name="")  # in place of a node: a claim that all nodes share
@@ -61,7 +61,7 @@ def plan_pulls(observed: Observed, revision: Revision, now: datetime, *, may_cre
     is_shared = service.spec.model.cache.policy is CachePolicy.SHARED
     places = (CLAIM,) if is_shared else nodes_for(service.spec, seen.nodes)
     wanted = {place.name: place for place in places}
-    digest = pull_digest(service, revision, observed.defaults.node_cache)
+    digest = pull_digest(service, revision, observed.defaults)
 
     current: dict[str, PullPod] = {}
     steps = Steps()
@@ -81,7 +81,7 @@ def plan_pulls(observed: Observed, revision: Revision, now: datetime, *, may_cre
     missing = [place for name, place in wanted.items() if name not in current and place.is_usable]
     if may_create and not service.spec.suspend:
         for place in missing[: max(0, wish.max_concurrent - pulling)]:
-            steps += Steps(actions=(_create(service, revision, place.name, digest, observed.defaults.node_cache),))
+            steps += Steps(actions=(_create(service, revision, place.name, digest, observed.defaults),))
     return Pulls(tuple(wanted), tuple(current.values()), steps)
 
 
@@ -104,26 +104,24 @@ def _delete(pods: Sequence[PullPod], reason: str) -> Steps:
     )
 
 
-def _create(
-    service: InferenceService, revision: Revision, node: str, digest: str, node_cache: NodeCache | None
-) -> CreatePod:
-    manifest = build_pull_pod(service, revision, node, digest, node_cache)
+def _create(service: InferenceService, revision: Revision, node: str, digest: str, defaults: Defaults) -> CreatePod:
+    manifest = build_pull_pod(service, revision, node, digest, defaults)
     where = f"node {node}" if node else f"claim {service.spec.model.cache.claim_name}"
     reason = f"image and model are pulled to {where} before a replica needs them"
     return CreatePod(name=manifest["metadata"]["name"], manifest=manifest, reason=reason)
 
 
-def pull_digest(service: InferenceService, revision: Revision, node_cache: NodeCache | None) -> str:
+def pull_digest(service: InferenceService, revision: Revision, defaults: Defaults) -> str:
     """What a pod pulls, and how: another digest means that it has to be pulled again."""
-    spec = _pod_spec(service, revision, node_cache)
+    spec = _pod_spec(service, revision, defaults)
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def build_pull_pod(
-    service: InferenceService, revision: Revision, node: str, digest: str, node_cache: NodeCache | None
+    service: InferenceService, revision: Revision, node: str, digest: str, defaults: Defaults
 ) -> dict[str, Any]:
     """The pod as it is sent to the API server; `node` empty: the scheduler chooses."""
-    spec, overlay = _pod_spec(service, revision, node_cache), service.spec.template
+    spec, overlay = _pod_spec(service, revision, defaults), service.spec.template
     if node:
         term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}
         required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
@@ -151,17 +149,28 @@ def build_pull_pod(
     }
 
 
-def _pod_spec(service: InferenceService, revision: Revision, node_cache: NodeCache | None) -> dict[str, Any]:
+def _pod_spec(service: InferenceService, revision: Revision, defaults: Defaults) -> dict[str, Any]:
     """The spec of a replica's pod without ports, probes and GPU, and with another command."""
     unused = PortAccess(nonce="", admin_digests=())
-    spec: dict[str, Any] = build_pod(service, revision, slot=0, attempt=0, access=unused, node_cache=node_cache)["spec"]
+    pod = build_pod(
+        service,
+        revision,
+        slot=0,
+        attempt=0,
+        access=unused,
+        user=defaults.pod_user,
+        node_cache=defaults.node_cache,
+    )
+    spec: dict[str, Any] = pod["spec"]
     (server,) = spec["containers"]
-    environment = [one for one in server["env"] if one["name"] not in names.ENV_TOKENS]
+    # Nothing admits callers here, and the pod has no GPU although its service may have some.
+    replaced = (*names.ENV_TOKENS, NO_GPU["name"])
+    environment = [one for one in server["env"] if one["name"] not in replaced]
     tokenizer = {"name": names.ENV_PRE_PULL_TOKENIZER, "value": service.spec.model.tokenizer.uri}
     kept = ("name", "image", "imagePullPolicy", "volumeMounts", "securityContext")
     container = {key: server[key] for key in kept} | {
         "args": ["pull", model_access.address(service.spec.model).replace("$", "$$")],
-        "env": [*environment, tokenizer],
+        "env": [*environment, tokenizer, NO_GPU],
         "resources": _RESOURCES,
     }
     kept_of_pod = {key: value for key, value in spec.items() if key not in _NOT_NEEDED}

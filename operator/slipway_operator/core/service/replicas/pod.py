@@ -14,7 +14,7 @@ from slipway_api.model_spec import SamplingDefaults, WarmPrompt
 from slipway_api.overlay import ContainerOverlay, PodOverlay
 from slipway_api.runtime_api import ModelSpec
 from slipway_api.runtime_spec import SpeculationMethod
-from slipway_operator.core.observed import NONROOT, NodeCache, PodUser
+from slipway_operator.core.observed import NodeCache, PodUser
 from slipway_operator.core.service import adapters
 from slipway_operator.core.service.model import model_access
 from slipway_operator.core.service.replicas.access import PortAccess
@@ -24,6 +24,8 @@ from slipway_operator.core.service.rollout.revision import Revision, owner_refer
 
 PREFERRED: Final = "preferredDuringSchedulingIgnoredDuringExecution"
 GPU_PRODUCT_LABEL: Final = "nvidia.com/gpu.product"
+# If NVIDIA's runtime is the node's default, a container without this variable sees all GPUs of the node.
+NO_GPU: Final = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
 OWN_MOUNTS: Final = {"tmp": "/tmp", "run": names.RUN_DIRECTORY, "cache": names.CACHE_DIRECTORY}  # noqa: S108  a mount
 STARTUP_WAIT_SECONDS: Final = 0.9  # within the period of 1 s, so that as many probes fail as seconds pass
 SHARED_MEMORY: Final = {"shm": "/dev/shm"}  # noqa: S108  GPUs that share a model meet there; a container has 64 MB of it
@@ -41,11 +43,14 @@ def build_pod(
     slot: int,
     attempt: int,
     access: PortAccess,
+    user: PodUser | None,
     avoid_node: str = "",
     node_cache: NodeCache | None = None,
-    user: PodUser | None = NONROOT,
 ) -> dict[str, Any]:
-    """The Pod that serves as this slot's replica; it prefers any other node to `avoid_node`."""
+    """The Pod that serves as this slot's replica; it prefers any other node to `avoid_node`.
+
+    user: that of the installation's pods; None: the platform assigns it.
+    """
     spec, overlay = service.spec, service.spec.template
     return {
         "apiVersion": "v1",
@@ -204,14 +209,13 @@ def _environment(
         {"name": "HOME", "value": names.CACHE_DIRECTORY},
         {"name": "TRITON_CACHE_DIR", "value": f"{names.CACHE_DIRECTORY}/triton"},
     ]
-    if not service.spec.resources.gpu.count:
-        # Where NVIDIA's runtime is the node's default, a container sees all GPUs of the node unless it says so.
-        defaults.append({"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"})
     own: list[dict[str, Any]] = [
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
         *access.environment(),
     ]
+    if not _has_gpu(service, overlay):
+        own.append(NO_GPU)
     sources = model_access.environment(service.spec.model, node_cache)
     keys = model_access.credentials(service.spec.model)
     return _merged("name", defaults, sources, keys, service.spec.runtime.env, overlay.env, own)
@@ -224,6 +228,12 @@ def _volumes(service: InferenceService, node_cache: NodeCache | None) -> list[di
         own += [{"name": name, "emptyDir": {"medium": "Memory"}} for name in SHARED_MEMORY]
     mine = model_access.volumes(service.spec.model, node_cache) + adapters.volumes(service)
     return _merged("name", own, service.spec.template.spec.volumes, mine)
+
+
+def _has_gpu(service: InferenceService, overlay: ContainerOverlay) -> bool:
+    """Whether the container has a GPU resource, of the spec's own field or of its template."""
+    limits = _resources(service, overlay).get("limits", {})
+    return any(name == service.spec.resources.gpu.resource_name or name.startswith("nvidia.com/") for name in limits)
 
 
 def _shares_gpus(service: InferenceService) -> bool:
