@@ -41,7 +41,7 @@ _LEXER: Final[dict[str, Any]] = {
 _GENERATED: Final = LLParserLimits(max_items_in_row=8_000, **_LEXER)
 # Where rules may be empty, the time for a row grows with the cube of its length; see above.
 _WRITTEN: Final = LLParserLimits(max_items_in_row=1_000, step_max_items=20_000, max_grammar_size=1_200, **_LEXER)
-_OF_LARK: Final = re.compile(r"\s*(%llguidance\b|start\s*:)")  # a line that is not in GBNF
+_OF_GBNF: Final = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # the head of a rule; no line of Lark begins so
 # An answer of gpt-oss after `<|start|>assistant`: messages, and at the end one more, or a call of a function. Its names
 # between <| and |> are special tokens; the token that ends the answer is none of the grammar's.
 _HARMONY: Final = r"""%llguidance {}
@@ -144,7 +144,7 @@ class GrammarCompiler:
 
     def _written(self, text: str) -> str:
         """The Lark form of a grammar in Lark or in GBNF, which other servers accept."""
-        if any(_OF_LARK.match(line) for line in text.splitlines()):
+        if not _OF_GBNF.search(text):
             own, schemas = _without_schemas(text)
             self._count_rules(own, ":")  # a colon in a string counts too, because only a parser could tell
             for schema in schemas:

@@ -6,6 +6,9 @@ enforce: an invalid schema is a 400 before the request is queued, and a hostile 
 
 import asyncio
 import json
+import math
+import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -76,11 +79,22 @@ def compact(schema: Mapping[str, Any]) -> dict[str, Any]:
 class GrammarValidator:
     """Validates grammars for one model, in threads of its own."""
 
-    def __init__(self, compiler: Callable[[], GrammarCompiler], *, seconds: float = CHECK_SECONDS) -> None:
-        """`compiler` is called once, for the first grammar: it reads the vocabulary for up to a second."""
+    def __init__(
+        self,
+        compiler: Callable[[], GrammarCompiler],
+        *,
+        seconds: float = CHECK_SECONDS,
+        cpu_seconds: Callable[[int], float] | None = None,
+    ) -> None:
+        """`compiler` is called once: it reads the vocabulary, which takes up to 3 s of processor time.
+
+        `cpu_seconds`: the processor time of a thread so far, by its identifier.
+        """
         self._make = compiler
+        self._making = threading.Lock()
         self._compiler: GrammarCompiler | None = None
         self._seconds = seconds
+        self._cpu_seconds = cpu_seconds or _cpu_seconds
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")
         self._waiting = 0
 
@@ -89,24 +103,68 @@ class GrammarValidator:
         """A validator for a model with this vocabulary."""
         return cls(lambda: GrammarCompiler(tokenizer.to_str(), eos_token_ids=eos_token_ids))
 
+    def prepare(self) -> GrammarCompiler:
+        """Read the vocabulary, once. The server calls it before it is ready, so that no request waits for it."""
+        with self._making:
+            if self._compiler is None:
+                self._compiler = self._make()
+            return self._compiler
+
     async def check(self, grammar: Grammar, param: str) -> None:
-        """Compile the grammar; raises ApiError 400 with the reason where it is invalid, 429 with too many checks."""
+        """Compile the grammar; raises ApiError.
+
+        | the grammar                                          | status                 |
+        |------------------------------------------------------|------------------------|
+        | is invalid, or is more than the limits allow         | 400, with the reason   |
+        | has used half of the time limit of a processor       | 400: it is too complex |
+        | has not, because the machine or the threads are busy | 503 with Retry-After   |
+        | comes while 64 others are being checked              | 429 with Retry-After   |
+        """
         if self._waiting >= MAX_WAITING:
             raise ApiError(
                 429, "too many grammars are being checked", headers={"Retry-After": "1", "retry-after-ms": "1000"}
             )
         self._waiting += 1
+        work = _Check(self, grammar)
         try:
             async with asyncio.timeout(self._seconds):
-                await asyncio.get_running_loop().run_in_executor(self._threads, self._check, grammar)
+                await asyncio.get_running_loop().run_in_executor(self._threads, work)
         except GrammarRefusedError as refusal:
             raise ApiError(400, f"{param}: {refusal}", param=param) from None
         except TimeoutError:
+            if work.cpu_seconds(self._cpu_seconds) < self._seconds / 2:
+                raise ApiError(
+                    503,
+                    f"{param} was not compiled within {self._seconds:.0f} s because the server is busy; try again",
+                    param=param,
+                    headers={"Retry-After": "5"},
+                ) from None
             raise ApiError(400, f"{param} takes longer than {self._seconds:.0f} s to compile", param=param) from None
         finally:
             self._waiting -= 1
 
-    def _check(self, grammar: Grammar) -> None:
-        if self._compiler is None:
-            self._compiler = self._make()
-        self._compiler.check(grammar)
+
+class _Check:
+    """One check in a thread, and the processor time that its compilation has used."""
+
+    def __init__(self, validator: GrammarValidator, grammar: Grammar) -> None:
+        self._validator = validator
+        self._grammar = grammar
+        self._thread: int | None = None  # None: the compilation has not begun
+        self._began = 0.0
+
+    def __call__(self) -> None:
+        compiler = self._validator.prepare()
+        self._began = time.thread_time()
+        self._thread = threading.get_ident()
+        compiler.check(self._grammar)
+
+    def cpu_seconds(self, of_thread: Callable[[int], float]) -> float:
+        """The processor time so far; 0 if the compilation has not begun."""
+        return of_thread(self._thread) - self._began if self._thread is not None else 0.0
+
+
+def _cpu_seconds(thread: int) -> float:
+    """The processor time of a thread; without a limit on systems that do not tell it, such as macOS."""
+    clock_of = getattr(time, "pthread_getcpuclockid", None)
+    return time.clock_gettime(clock_of(thread)) if clock_of is not None else math.inf

@@ -5,11 +5,12 @@ The digest is the SHA-256 of `tokenizer.json` followed by the chat template in u
 one: a prompt in another format than in training lowers the quality of answers without any error.
 
 `TokenText` gives the exact bytes of a single token. A token may be part of a character, which decoders replace by
-U+FFFD, so the bytes are read from the vocabulary.
+U+FFFD, so the bytes are read from the vocabulary. How the vocabulary writes bytes is read from the tokenizer's decoder.
 """
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -81,9 +82,6 @@ def _json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-_SPACE: Final = "\u2581"  # how SentencePiece writes a space
-
-
 def _byte_alphabet() -> dict[str, int]:
     """The inverse of GPT-2's mapping from bytes to printable characters."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -92,6 +90,14 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTES: Final = _byte_alphabet()
+_BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _flat(part: dict[str, Any]) -> list[dict[str, Any]]:
+    """The steps of a part of a tokenizer, which may be a sequence."""
+    if part.get("type") != "Sequence":
+        return [part]
+    return [step for inner in part.get("decoders") or part.get("pretokenizers") or [] for step in _flat(inner)]
 
 
 class TokenText:
@@ -105,9 +111,31 @@ class TokenText:
         return {token_id: added.content for token_id, added in self._tokenizer.get_added_tokens_decoder().items()}
 
     @cached_property
+    def _steps(self) -> list[dict[str, Any]]:
+        """The steps of the decoder, or of the pre-tokenizer if the tokenizer has no decoder."""
+        part = self._tokenizer.decoder or self._tokenizer.pre_tokenizer
+        return _flat(json.loads(part.__getstate__())) if part is not None else []
+
+    @cached_property
     def _is_byte_level(self) -> bool:
-        # Only a byte-level vocabulary writes a space as this letter.
-        return any(piece.startswith("Ġ") for piece in self._tokenizer.get_vocab(with_added_tokens=False))
+        return any(step["type"] == "ByteLevel" for step in self._steps)
+
+    @cached_property
+    def _has_byte_tokens(self) -> bool:
+        """Whether tokens such as `<0x0D>` stand for one byte."""
+        of_model = bool(getattr(self._tokenizer.model, "byte_fallback", False))
+        return of_model or any(step["type"] == "ByteFallback" for step in self._steps)
+
+    @cached_property
+    def _spaces(self) -> list[str]:
+        """How the vocabulary writes a space: the `▁` of SentencePiece, in most."""
+        metaspaces = [step["replacement"] for step in self._steps if step["type"] == "Metaspace"]
+        replaced = [
+            step["pattern"]["String"]
+            for step in self._steps
+            if step["type"] == "Replace" and step["content"] == " " and "String" in step["pattern"]
+        ]
+        return metaspaces + replaced
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of the token; empty for an id that is not in the vocabulary."""
@@ -118,9 +146,11 @@ class TokenText:
             return b""
         if self._is_byte_level:
             return bytes(_BYTES[char] for char in piece if char in _BYTES)
-        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-            return bytes([int(piece[3:5], 16)])
-        return piece.replace(_SPACE, " ").encode()
+        if self._has_byte_tokens and (byte := _BYTE_TOKEN.fullmatch(piece)):
+            return bytes([int(byte[1], 16)])
+        for space in self._spaces:
+            piece = piece.replace(space, " ")
+        return piece.encode()
 
     def text_of(self, token_id: int) -> str:
         """The text of the token; incomplete characters become U+FFFD."""
