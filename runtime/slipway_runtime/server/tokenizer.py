@@ -1,7 +1,8 @@
 """Loads a model's tokenizer files: vocabulary, special tokens and chat template, and computes their digest.
 
 The digest is the SHA-256 of `tokenizer.json` followed by the chat template in use, so a user can compute it with
-`cat tokenizer.json chat_template.jinja | sha256sum`. A replica refuses to start where its digest is not the configured
+`cat tokenizer.json chat_template.jinja | sha256sum`; a template named `tool_use` follows after that. A replica refuses
+to start if its digest is not the configured
 one: a prompt in another format than in training lowers the quality of answers without any error.
 
 `TokenText` gives the exact bytes of a single token. A token may be part of a character, which decoders replace by
@@ -34,6 +35,7 @@ class TokenizerFiles:
     special_tokens: dict[str, str]  # `bos_token` etc., as variables of templates
     sha256: str
     longest_token: int  # upper bound on the UTF-8 bytes of one token
+    tool_template: str = ""  # the template for requests with tools, if the model has one of that name
 
 
 def load_tokenizer(directory: Path, *, chat_template: str = "", expected_sha256: str = "") -> TokenizerFiles:
@@ -42,8 +44,10 @@ def load_tokenizer(directory: Path, *, chat_template: str = "", expected_sha256:
     if not path.is_file():
         raise FileNotFoundError(f"{directory} has no tokenizer.json; only tokenizers in that format are supported")
     raw = path.read_bytes()
-    template = chat_template or _template_of(directory)
-    digest = hashlib.sha256(raw + template.encode()).hexdigest()
+    named = {} if chat_template else _named_templates(directory)
+    template = chat_template or named.get("default", "")
+    tool_template = named.get("tool_use", "")
+    digest = hashlib.sha256(raw + template.encode() + tool_template.encode()).hexdigest()
     expected = expected_sha256.removeprefix("sha256:").lower()
     if expected and expected != digest:
         raise TokenizerMismatch(
@@ -57,24 +61,32 @@ def load_tokenizer(directory: Path, *, chat_template: str = "", expected_sha256:
         chat_template=template,
         special_tokens=_special_tokens(directory),
         sha256=digest,
+        tool_template=tool_template,
         longest_token=max((len(piece.encode()) for piece in tokenizer.get_vocab()), default=1),
     )
 
 
-def _template_of(directory: Path) -> str:
-    """The chat template, from any of the files where checkpoints store it; empty where none has one."""
+def _named_templates(directory: Path) -> dict[str, str]:
+    """The chat templates by name, from all files where checkpoints store them; most have only `default`.
+
+    As in transformers: `tool_use` is for requests with tools, `default` for the others.
+    """
+    files = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    more = {file.stem: file.read_text(encoding="utf-8") for file in files}
     if (file := directory / "chat_template.jinja").is_file():
-        return file.read_text(encoding="utf-8")
+        return more | {"default": file.read_text(encoding="utf-8")}
     found = _json(directory / "chat_template.json").get("chat_template")
     found = found or _json(directory / "tokenizer_config.json").get("chat_template") or ""
-    if isinstance(found, list):  # several named templates; a plain chat uses "default"
-        found = {entry["name"]: entry["template"] for entry in found}.get("default", "")
-    return str(found)
+    if isinstance(found, list):
+        return {str(entry["name"]): str(entry["template"]) for entry in found} | more
+    return more | ({"default": str(found)} if found else {})
 
 
 def _special_tokens(directory: Path) -> dict[str, str]:
     config = _json(directory / "special_tokens_map.json") | _json(directory / "tokenizer_config.json")
     tokens = {name: config.get(name) for name in _SPECIAL}
+    if isinstance(more := config.get("extra_special_tokens"), dict):  # named tokens of the model, also variables
+        tokens |= more
     return {name: t["content"] if isinstance(t, dict) else str(t) for name, t in tokens.items() if t is not None}
 
 

@@ -21,16 +21,10 @@ from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.openai_types import ChatRequest
 from slipway_runtime.server.prompt import ChatTemplate
 from slipway_runtime.server.structured import compact
-from slipway_runtime.server.tool_calls import Parser, parser_of
+from slipway_runtime.server.template_tools import PARSERS
+from slipway_runtime.server.tool_calls import Parser
+from slipway_runtime.server.tool_parsers import FORMS, parser_of
 
-# Text in a chat template → the form of the model's tool calls. The first match holds.
-_SIGNS: Final = (
-    ("<|channel|>", "harmony"),  # gpt-oss: `harmony.py` reads its calls
-    ("<tool_call>", "hermes"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("<|python_tag|>", "llama3"),
-    ('"parameters"', "llama3"),
-)
 # For each form: the text around the arguments of a call, and the trigger by which a call is recognised.
 _TAGS: Final = {
     "hermes": ("<tool_call>", '<tool_call>\n{{"name": {name}, "arguments": ', "}\n</tool_call>"),
@@ -54,13 +48,13 @@ class ToolUse:
         """A new parser for one answer; None where no tool may be called."""
         if not self.form or self.form == "harmony":
             return None
-        names = {tool.function.name for tool in self.shown}
+        names = {tool.function.name: tool.function.schema_of_arguments for tool in self.shown}
         return parser_of(self.form, names, live=self.live, most=self.most, name=self.name)
 
     @property
     def needs_special_tokens(self) -> bool:
         """Whether markers of calls may be special tokens, which are otherwise removed from the text."""
-        return self.form in {"hermes", "mistral", "llama3"}
+        return self.form in FORMS
 
     @property
     def finish_reason(self) -> str:
@@ -82,22 +76,27 @@ def tool_use(body: ChatRequest, template: ChatTemplate) -> ToolUse:
         grammar = Grammar(kind="json_schema", text=_dumps(compact(schema_of_calls(tools, most))))
         return ToolUse(shown=tools, form="array", live=True, most=most, grammar=grammar)
     form = form_of(template)
-    if not form:
+    strict = any(tool.function.strict for tool in tools)
+    return ToolUse(shown=tools, form=form, most=most, grammar=_grammar_of_calls(tools, form) if strict else None)
+
+
+def form_of(template: ChatTemplate) -> str:
+    """The form of tool calls of a model with this template; raises ApiError 400 if `auto` could have no effect."""
+    if not template.shows_tools:
         raise ApiError(
             400,
             "this model's chat template shows no tools to the model: only tool_choice 'required' or a named function"
             " work with it",
             param="tools",
         )
-    strict = any(tool.function.strict for tool in tools)
-    return ToolUse(shown=tools, form=form, most=most, grammar=_grammar_of_calls(tools, form) if strict else None)
-
-
-def form_of(template: ChatTemplate) -> str:
-    """The form of tool calls of a model with this template; empty where the template shows no tools."""
-    if not template.shows_tools:
-        return ""
-    return next((form for sign, form in _SIGNS if sign in template.source), "hermes")
+    if not template.tools.form:
+        raise ApiError(
+            400,
+            "the form of tool calls of this model's chat template is not known: start the server with"
+            f" --tool-call-parser ({', '.join(PARSERS)}), or use tool_choice 'required' or a named function",
+            param="tools",
+        )
+    return template.tools.form
 
 
 def schema_of_calls(tools: tuple[Tool, ...], most: int | None) -> dict[str, Any]:
