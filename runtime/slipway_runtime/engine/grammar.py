@@ -259,7 +259,8 @@ def _common_multiple(multiples: Sequence[Any]) -> int:
 
 def _schema_source(text: str) -> str:
     try:
-        return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
+        defaults = {"whitespace_pattern": _WHITESPACE, "coerce_one_of": True}
+        return LLMatcher.grammar_from_json_schema(text, defaults=defaults)
     except ValueError as error:  # numbers that only Python accepts as JSON
         raise GrammarRefusedError(f"the json_schema is not JSON: {_one_line(str(error))}") from None
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 from tokenizers import Tokenizer
 
 from slipway_runtime.engine.grammar import GrammarCompiler, GrammarRefusedError
+from slipway_runtime.engine.schemas import prepared
 from slipway_runtime.messages import Grammar
 from slipway_runtime.server.chat_types import ResponseFormat, StructuredOutputs
 from slipway_runtime.server.errors import ApiError
@@ -32,7 +33,7 @@ def grammar_of(body: GenerationRequest) -> tuple[Grammar, str] | None:
     if body.response_format is not None and body.response_format.type != "text":
         return _format(body.response_format), "response_format"
     if body.guided_json is not None:
-        return Grammar(kind="json_schema", text=_as_text(body.guided_json)), "guided_json"
+        return Grammar(kind="json_schema", text=_schema_text(body.guided_json)), "guided_json"
     if body.guided_regex is not None:
         return Grammar(kind="regex", text=body.guided_regex), "guided_regex"
     if body.guided_choice is not None:
@@ -44,7 +45,9 @@ def grammar_of(body: GenerationRequest) -> tuple[Grammar, str] | None:
 
 def _structured(bound: StructuredOutputs) -> Grammar:
     if bound.json_ is not None:
-        return Grammar(kind="json_schema", text=_as_text(bound.json_, is_compact=bool(bound.disable_any_whitespace)))
+        return Grammar(
+            kind="json_schema", text=_schema_text(bound.json_, is_compact=bool(bound.disable_any_whitespace))
+        )
     if bound.regex is not None:
         return Grammar(kind="regex", text=bound.regex)
     if bound.choice is not None:
@@ -58,11 +61,47 @@ def _structured(bound: StructuredOutputs) -> Grammar:
 
 def _format(wanted: ResponseFormat) -> Grammar:
     if wanted.json_schema is not None:
-        return Grammar(kind="json_schema", text=_as_text(wanted.json_schema.schema_))
+        return Grammar(
+            kind="json_schema", text=_schema_text(wanted.json_schema.schema_, strict=bool(wanted.json_schema.strict))
+        )
     if wanted.type == "structural_tag":
         tag = {"type": "structural_tag", "structures": wanted.structures, "triggers": wanted.triggers}
         return Grammar(kind="structural_tag", text=_as_text(tag))
     return Grammar(kind="json_object", text="")
+
+
+def ignored_of(body: GenerationRequest) -> tuple[str, ...]:
+    """What the grammar of a request's schema does not enforce: the field, and the path in the schema."""
+    given: list[tuple[str, Any]] = [("guided_json", body.guided_json)]
+    if body.structured_outputs is not None:
+        given.append(("structured_outputs.json", body.structured_outputs.json_))
+    if body.response_format is not None and (wanted := body.response_format.json_schema) is not None:
+        given.append(("response_format.json_schema.schema", wanted.schema_))
+    return tuple(f"{name}{path[1:]}" for name, value in given for path in prepared(_parsed(value)).unenforced)
+
+
+def _schema_text(value: Mapping[str, Any] | str | bool, *, is_compact: bool = False, strict: bool = False) -> str:
+    """A schema for the compiler; raises ApiError 400 if it is strict and a part of it cannot be enforced."""
+    parsed = _parsed(value)
+    if not isinstance(parsed, Mapping):
+        return _as_text(value)
+    ready = prepared(parsed)
+    if strict and ready.unenforced:
+        raise ApiError(
+            400,
+            f"response_format: {ready.unenforced[0]} of the schema cannot be enforced; remove it or set strict to false",
+            param="response_format",
+        )
+    return _as_text(ready.schema, is_compact=is_compact)
+
+
+def _parsed(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return None  # the compiler says why
 
 
 def _as_text(value: Mapping[str, Any] | list[str] | str | bool, *, is_compact: bool = False) -> str:

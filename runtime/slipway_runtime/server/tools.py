@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from slipway_runtime.engine.schemas import prepared
 from slipway_runtime.messages import Grammar
 from slipway_runtime.server.chat_types import NamedTool, Tool
 from slipway_runtime.server.errors import ApiError
@@ -70,7 +71,7 @@ def tool_use(body: ChatRequest, template: ChatTemplate) -> ToolUse:
     most = 1 if body.parallel_tool_calls is False else None
     if isinstance(body.tool_choice, NamedTool):
         [tool] = [tool for tool in tools if tool.function.name == body.tool_choice.function.name]
-        grammar = Grammar(kind="json_schema", text=_dumps(compact(tool.function.schema_of_arguments)))
+        grammar = Grammar(kind="json_schema", text=_dumps(compact(arguments_of(tool))))
         return ToolUse(shown=tools, form="named", name=tool.function.name, live=True, grammar=grammar)
     if body.tool_choice == "required":
         grammar = Grammar(kind="json_schema", text=_dumps(compact(schema_of_calls(tools, most))))
@@ -100,40 +101,57 @@ def form_of(template: ChatTemplate) -> str:
 
 
 def schema_of_calls(tools: tuple[Tool, ...], most: int | None) -> dict[str, Any]:
-    """JSON schema of a list of calls. The functions' `$defs` are moved to the root, where `#/$defs/…` refers to."""
-    definitions: dict[str, Any] = {}
-    calls = []
-    for tool in tools:
-        arguments = dict(tool.function.schema_of_arguments)
-        _collect(definitions, arguments.pop("$defs", {}))
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": tool.function.name}, "parameters": arguments},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
+    """JSON schema of a list of calls. The schema of each function is a definition, and its references move with it."""
+    definitions = {str(number): arguments_of(tool, base=f"#/$defs/{number}") for number, tool in enumerate(tools)}
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.function.name}, "parameters": {"$ref": f"#/$defs/{number}"}},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for number, tool in enumerate(tools)
+    ]
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
+    return schema | ({"maxItems": most} if most is not None else {})
+
+
+def arguments_of(tool: Tool, *, base: str = "#") -> dict[str, Any]:
+    """The schema of a function's arguments, for the compiler.
+
+    What cannot be enforced is ignored, and refused by name if the function is `strict`.
+    """
+    ready = prepared(tool.function.schema_of_arguments, base=base)
+    if tool.function.strict and ready.unenforced:
+        raise ApiError(
+            400,
+            f"the function {tool.function.name} is strict, but {ready.unenforced[0]} of its parameters cannot be"
+            " enforced; remove it or set strict to false",
+            param="tools",
         )
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    if most is not None:
-        schema["maxItems"] = most
-    return schema | ({"$defs": definitions} if definitions else {})
+    return dict(ready.schema) if isinstance(ready.schema, Mapping) else {"not": {}}
 
 
-def _collect(definitions: dict[str, Any], more: Any) -> None:
-    if not isinstance(more, Mapping):
-        raise ApiError(400, "$defs of a function's parameters is an object", param="tools")
-    for name, schema in more.items():
-        if definitions.setdefault(name, schema) != schema:
-            raise ApiError(400, "two functions define the same name in $defs differently", param="tools")
+def ignored_of(tools: tuple[Tool, ...]) -> tuple[str, ...]:
+    """What a grammar of calls does not enforce: the function's name and the path in its parameters, of each keyword."""
+    return tuple(
+        f"tools.{tool.function.name}{path[1:]}"
+        for tool in tools
+        for path in prepared(tool.function.schema_of_arguments).unenforced
+    )
 
 
 def _grammar_of_calls(tools: tuple[Tool, ...], form: str) -> Grammar:
     """The grammar of calls in free text."""
     if form != "harmony":
         return Grammar(kind="structural_tag", text=_tags(tools, form))
-    functions = [{"name": tool.function.name, "schema": tool.function.schema_of_arguments} for tool in tools]
+    functions = [{"name": tool.function.name, "schema": _bound(tool)} for tool in tools]
     return Grammar(kind="harmony", text=_dumps(functions))
+
+
+def _bound(tool: Tool) -> dict[str, Any]:
+    """The schema of a call's arguments: a strict function binds its own, others take any object."""
+    return arguments_of(tool) if tool.function.strict else {"type": "object"}
 
 
 def _tags(tools: tuple[Tool, ...], form: str) -> str:
@@ -141,7 +159,7 @@ def _tags(tools: tuple[Tool, ...], form: str) -> str:
     structures = [
         {
             "begin": begin.format(name=json.dumps(tool.function.name)),
-            "schema": tool.function.schema_of_arguments,
+            "schema": _bound(tool),
             "end": end,
         }
         for tool in tools
