@@ -45,7 +45,7 @@ _CANNOT: Final = (
 )  # fmt: skip
 _LOOK_AROUND: Final = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")
 _DEEPEST: Final = 200  # the compiler itself refuses what is nested deeper than 64
-_NEVER: Final = ({}, True)  # `not` of these: nothing is valid
+_NEVER: Final[tuple[Any, ...]] = ({}, True)  # `not` of these: nothing is valid
 
 
 @dataclass

@@ -89,7 +89,8 @@ def _schema_text(value: Mapping[str, Any] | str | bool, *, is_compact: bool = Fa
     if strict and ready.unenforced:
         raise ApiError(
             400,
-            f"response_format: {ready.unenforced[0]} of the schema cannot be enforced; remove it or set strict to false",
+            f"response_format: {ready.unenforced[0]} of the schema cannot be enforced; remove it, or set strict to"
+            " false",
             param="response_format",
         )
     return _as_text(ready.schema, is_compact=is_compact)
@@ -112,7 +113,7 @@ def _as_text(value: Mapping[str, Any] | list[str] | str | bool, *, is_compact: b
 
 def compact(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema with at most one space between JSON tokens: a weak model could repeat spaces without end."""
-    return {"x-guidance": {"whitespace_pattern": " ?"}, **schema}
+    return {"x-guidance": {"whitespace_pattern": " ?", "coerce_one_of": True}, **schema}
 
 
 class GrammarValidator:
@@ -164,21 +165,24 @@ class GrammarValidator:
                 429, "too many grammars are being checked", headers={"Retry-After": "1", "retry-after-ms": "1000"}
             )
         self._waiting += 1
+        field = param.split(":")[0]
         work = _Check(self, grammar)
         try:
             async with asyncio.timeout(self._seconds):
                 await asyncio.get_running_loop().run_in_executor(self._threads, work)
         except GrammarRefusedError as refusal:
-            raise ApiError(400, f"{param}: {refusal}", param=param) from None
+            raise ApiError(400, f"{param}: {refusal}", param=field) from None
         except TimeoutError:
             if work.cpu_seconds(self._cpu_seconds) < self._seconds / 2:
                 raise ApiError(
                     503,
                     f"{param} was not compiled within {self._seconds:.0f} s because the server is busy; try again",
-                    param=param,
+                    param=field,
                     headers={"Retry-After": "5"},
                 ) from None
-            raise ApiError(400, f"{param} takes longer than {self._seconds:.0f} s to compile", param=param) from None
+            raise ApiError(
+                400, f"{param} takes longer than {self._seconds:.0f} s to compile", param=param.split(":")[0]
+            ) from None
         finally:
             self._waiting -= 1
 

@@ -91,7 +91,9 @@ class XmlParser:
     def finish(self) -> list[Event]:
         """The remaining events. A call without its last marker counts; one that is cut off is text."""
         if self._held:
-            return joined(self._end_call() if self._function_has_ended else self._as_text())
+            if self._function_has_ended:
+                return joined(self._end_call())
+            return [] if self.calls.live else joined(self._as_text())
         rest = "".join(self._space) + self._search.flush()
         self._space = []
         return [TextEvent(rest)] if rest and (rest.strip() or not self.calls.count) else []

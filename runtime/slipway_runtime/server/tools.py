@@ -4,8 +4,12 @@
 |-------------|--------------------|--------------------------------------|------------------------|
 | none        | no                 | no                                   | stop                   |
 | auto        | yes                | calls of `strict` functions          | tool_calls, if any     |
-| required    | yes                | a list of calls, and nothing else    | tool_calls             |
-| a function  | yes                | its arguments, and nothing else      | stop, as vLLM answers  |
+| required    | yes                | calls, and nothing else              | tool_calls             |
+| a function  | yes                | a call of it, and nothing else       | stop, as vLLM answers  |
+
+Grammars write calls in the form that the model was trained on. If the template shows no tools or the form has no
+grammar, `required` is a JSON list of calls, and a named function its arguments alone. With a response format, `auto`
+lets the model call functions or answer in the format.
 
 `auto` requires a chat template that shows tools to the model: without one it would have no effect, so it is refused.
 """
@@ -13,25 +17,19 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
+from slipway_runtime.engine.call_grammars import FORMS as FORMS_WITH_GRAMMAR
 from slipway_runtime.engine.schemas import prepared
 from slipway_runtime.messages import Grammar
 from slipway_runtime.server.chat_types import NamedTool, Tool
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.openai_types import ChatRequest
 from slipway_runtime.server.prompt import ChatTemplate
-from slipway_runtime.server.structured import compact
+from slipway_runtime.server.structured import GrammarValidator, compact, grammar_of
 from slipway_runtime.server.template_tools import PARSERS
 from slipway_runtime.server.tool_calls import Parser
 from slipway_runtime.server.tool_parsers import FORMS, parser_of
-
-# For each form: the text around the arguments of a call, and the trigger by which a call is recognised.
-_TAGS: Final = {
-    "hermes": ("<tool_call>", '<tool_call>\n{{"name": {name}, "arguments": ', "}\n</tool_call>"),
-    "mistral": ("[TOOL_CALLS]", '[TOOL_CALLS] [{{"name": {name}, "arguments": ', "}]"),
-    "llama3": ('{"name"', '{{"name": {name}, "parameters": ', "}"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +58,7 @@ class ToolUse:
     @property
     def finish_reason(self) -> str:
         """The `finish_reason` of an answer with calls."""
-        return "stop" if self.form == "named" else "tool_calls"
+        return "stop" if self.name else "tool_calls"
 
 
 def tool_use(body: ChatRequest, template: ChatTemplate) -> ToolUse:
@@ -69,11 +67,18 @@ def tool_use(body: ChatRequest, template: ChatTemplate) -> ToolUse:
     if not tools or body.tool_choice == "none":
         return ToolUse()
     most = 1 if body.parallel_tool_calls is False else None
+    form = template.tools.form if template.shows_tools else ""
     if isinstance(body.tool_choice, NamedTool):
         [tool] = [tool for tool in tools if tool.function.name == body.tool_choice.function.name]
+        name = tool.function.name
+        if form in FORMS_WITH_GRAMMAR:
+            grammar = _forced((tool,), form, 1)
+            return ToolUse(shown=tools, form=form, name=name, live=True, most=1, grammar=grammar)
         grammar = Grammar(kind="json_schema", text=_dumps(compact(arguments_of(tool))))
-        return ToolUse(shown=tools, form="named", name=tool.function.name, live=True, grammar=grammar)
+        return ToolUse(shown=tools, form="named", name=name, live=True, grammar=grammar)
     if body.tool_choice == "required":
+        if form in FORMS_WITH_GRAMMAR:
+            return ToolUse(shown=tools, form=form, live=True, most=most, grammar=_forced(tools, form, most))
         grammar = Grammar(kind="json_schema", text=_dumps(compact(schema_of_calls(tools, most))))
         return ToolUse(shown=tools, form="array", live=True, most=most, grammar=grammar)
     form = form_of(template)
@@ -141,30 +146,66 @@ def ignored_of(tools: tuple[Tool, ...]) -> tuple[str, ...]:
     )
 
 
-def _grammar_of_calls(tools: tuple[Tool, ...], form: str) -> Grammar:
-    """The grammar of calls in free text."""
-    if form != "harmony":
-        return Grammar(kind="structural_tag", text=_tags(tools, form))
-    functions = [{"name": tool.function.name, "schema": _bound(tool)} for tool in tools]
-    return Grammar(kind="harmony", text=_dumps(functions))
+def bound_of(body: ChatRequest, tools: ToolUse) -> tuple[Grammar, str] | None:
+    """The grammar of an answer, and the name of the field that has it; None: the answer is free.
+
+    A forced call drops the response format, as in vLLM. With `auto` the model calls functions or answers in the format.
+    """
+    format_ = None if tools.live else grammar_of(body)
+    if format_ is None:
+        return (tools.grammar, "tools") if tools.grammar is not None else None
+    if not tools.form:
+        return format_
+    return _grammar_of_calls(tools.shown, tools.form, format_[0]), format_[1]
 
 
-def _bound(tool: Tool) -> dict[str, Any]:
-    """The schema of a call's arguments: a strict function binds its own, others take any object."""
-    return arguments_of(tool) if tool.function.strict else {"type": "object"}
+def _forced(tools: tuple[Tool, ...], form: str, most: int | None) -> Grammar:
+    """The grammar of an answer that is calls of these functions and nothing else, in the form of the model."""
+    functions = [{"name": tool.function.name, "schema": arguments_of(tool)} for tool in tools]
+    return Grammar(kind="calls", text=_dumps({"form": form, "functions": functions, "is_free": False, "most": most}))
 
 
-def _tags(tools: tuple[Tool, ...], form: str) -> str:
-    trigger, begin, end = _TAGS[form]
-    structures = [
-        {
-            "begin": begin.format(name=json.dumps(tool.function.name)),
-            "schema": _bound(tool),
-            "end": end,
-        }
-        for tool in tools
-    ]
-    return _dumps({"type": "structural_tag", "structures": structures, "triggers": [trigger]})
+async def check_bound(grammars: GrammarValidator, bound: tuple[Grammar, str], tools: ToolUse) -> None:
+    """Check the grammar of an answer; raises ApiError, which names the function that is at fault."""
+    try:
+        await grammars.check(*bound)
+    except ApiError as refusal:
+        if refusal.status != 400 or bound[1] != "tools":
+            raise
+        for tool in tools.shown:
+            if tool.function.strict or tools.live:
+                schema = _dumps(arguments_of(tool))
+                await grammars.check(
+                    Grammar(kind="json_schema", text=schema), f"tools: the function {tool.function.name}"
+                )
+        raise
+
+
+def _grammar_of_calls(tools: tuple[Tool, ...], form: str, format_: Grammar | None = None) -> Grammar:
+    """The grammar of calls in free text, or of calls or an answer in a format. Only strict functions are bound."""
+    other = {"kind": format_.kind, "text": format_.text} if format_ is not None else None
+    if form == "harmony":
+        functions = [{"name": tool.function.name, "schema": _bound(tool) or {"type": "object"}} for tool in tools]
+        return Grammar(kind="harmony", text=_dumps({"functions": functions, "format": other} if other else functions))
+    if form not in FORMS_WITH_GRAMMAR:
+        raise ApiError(
+            400,
+            f"calls of the form {form} cannot be bound by a grammar: set strict to false, and leave out the response"
+            " format, or use tool_choice 'required'",
+            param="tools",
+        )
+    calls = {
+        "form": form,
+        "functions": [{"name": tool.function.name, "schema": _bound(tool)} for tool in tools],
+        "is_free": format_ is None,
+        "format": other,
+    }
+    return Grammar(kind="calls", text=_dumps(calls))
+
+
+def _bound(tool: Tool) -> dict[str, Any] | None:
+    """The schema of a call's arguments: a strict function binds its own; None: others take any object."""
+    return arguments_of(tool) if tool.function.strict else None
 
 
 def _dumps(value: Any) -> str:

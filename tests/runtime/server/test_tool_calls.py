@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipway_runtime.server import tool_calls
-from slipway_runtime.server.chat_types import Tool
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.openai_types import ChatRequest
 from slipway_runtime.server.prompt import ChatTemplate
 from slipway_runtime.server.tool_calls import CallDelta, CallStart, Event, Parser, TextEvent
 from slipway_runtime.server.tool_parsers import parser_of
-from slipway_runtime.server.tools import schema_of_calls, tool_use
+from slipway_runtime.server.tools import tool_use
 
 NAMES = {"weather", "time"}
 A = '{"name": "weather", "arguments": {"city": "Bern \\"x\\" }", "days": [1, {"a": 2}]}}'
@@ -238,17 +237,6 @@ def test_tools_that_the_model_is_not_shown_are_refused_unless_forced():
     assert refusal.value.param == "tools"
     assert tool_use(a_request(tool_choice="none"), silent).form == ""
     assert tool_use(a_request(tool_choice="required"), silent).grammar is not None
-
-
-def test_definitions_of_functions_move_to_the_root():
-    def tool(name: str, definition: dict[str, Any]) -> Tool:
-        parameters = {"type": "object", "properties": {"p": {"$ref": "#/$defs/P"}}, "$defs": {"P": definition}}
-        return Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
-
-    same = schema_of_calls((tool("a", {"type": "string"}), tool("b", {"type": "string"})), None)
-    assert same["$defs"] == {"P": {"type": "string"}}
-    with pytest.raises(ApiError):
-        schema_of_calls((tool("a", {"type": "string"}), tool("b", {"type": "number"})), None)
 
 
 LONG = {
