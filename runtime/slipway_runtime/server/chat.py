@@ -22,8 +22,9 @@ from slipway_runtime.server.replica import LoadedModel, Replica
 from slipway_runtime.server.request_context import Caller, served_by
 from slipway_runtime.server.response_builder import ChoiceWriter
 from slipway_runtime.server.sse import Dialect, OpenAIChunks
+from slipway_runtime.server.structured import note_unenforced
 from slipway_runtime.server.tool_calls import CallDelta, CallStart, TextEvent
-from slipway_runtime.server.tools import ToolUse, bound_of, check_bound, tool_use
+from slipway_runtime.server.tools import ToolUse, bound_of, check_bound, tool_use, unenforced_keywords
 
 router = APIRouter()
 
@@ -208,6 +209,7 @@ async def answer_chat(
     bound = bound_of(body, tools)
     if bound is not None:
         await check_bound(model.grammars, bound, tools)
+        note_unenforced(http, unenforced_keywords(body, tools))
     reasoning = reasoning_use(body, model, bound[0] if bound is not None else None, route)
     prompt = await prompt_of(body, model, tools)
     logprobs = LogprobWriter(model.prompts.tokens, as_ids=bool(body.return_tokens_as_token_ids))

@@ -9,10 +9,11 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
+from starlette.requests import Request
 from tokenizers import Tokenizer
 
 from slipway_runtime.engine.grammar import GrammarCompiler, GrammarRefusedError
@@ -70,14 +71,25 @@ def _format(wanted: ResponseFormat) -> Grammar:
     return Grammar(kind="json_object", text="")
 
 
-def ignored_of(body: GenerationRequest) -> tuple[str, ...]:
-    """What the grammar of a request's schema does not enforce: the field, and the path in the schema."""
+def unenforced_of(body: GenerationRequest) -> set[str]:
+    """The keywords of a request's schema that its grammar does not enforce, after the field that has the schema."""
     given: list[tuple[str, Any]] = [("guided_json", body.guided_json)]
     if body.structured_outputs is not None:
         given.append(("structured_outputs.json", body.structured_outputs.json_))
     if body.response_format is not None and (wanted := body.response_format.json_schema) is not None:
         given.append(("response_format.json_schema.schema", wanted.schema_))
-    return tuple(f"{name}{path[1:]}" for name, value in given for path in prepared(_parsed(value)).unenforced)
+    return {name for field, value in given for name in keywords_of(field, prepared(_parsed(value)).unenforced)}
+
+
+def keywords_of(field: str, paths: Sequence[str]) -> set[str]:
+    """The names of unenforced keywords for a header: without the path, which holds a client's own names."""
+    return {f"{field}.{path.rpartition('/')[2]}" for path in paths}
+
+
+def note_unenforced(http: Request, keywords: set[str]) -> None:
+    """Note keywords without effect, as ignored fields are noted: the response names them."""
+    if keywords:
+        http.state.ignored = getattr(http.state, "ignored", {}) | dict.fromkeys(sorted(keywords), True)
 
 
 def _schema_text(value: Mapping[str, Any] | str | bool, *, is_compact: bool = False, strict: bool = False) -> str:

@@ -141,7 +141,7 @@ def value_of(raw: str) -> Any:
         return json.loads(raw, strict=False, parse_constant=lambda _: None)
     except (ValueError, RecursionError):
         pass
-    if len(raw) > _LONGEST_PYTHON or "'" not in raw:
+    if len(raw) > _LONGEST_PYTHON or not any(sign in raw for sign in ("'", "True", "False", "None")):
         return None
     try:
         value = ast.literal_eval(raw.strip())

@@ -26,7 +26,7 @@ from slipway_runtime.server.chat_types import NamedTool, Tool
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.openai_types import ChatRequest
 from slipway_runtime.server.prompt import ChatTemplate
-from slipway_runtime.server.structured import GrammarValidator, compact, grammar_of
+from slipway_runtime.server.structured import GrammarValidator, compact, grammar_of, keywords_of, unenforced_of
 from slipway_runtime.server.template_tools import PARSERS
 from slipway_runtime.server.tool_calls import Parser
 from slipway_runtime.server.tool_parsers import FORMS, parser_of
@@ -137,13 +137,13 @@ def arguments_of(tool: Tool, *, base: str = "#") -> dict[str, Any]:
     return dict(ready.schema) if isinstance(ready.schema, Mapping) else {"not": {}}
 
 
-def ignored_of(tools: tuple[Tool, ...]) -> tuple[str, ...]:
-    """What a grammar of calls does not enforce: the function's name and the path in its parameters, of each keyword."""
-    return tuple(
-        f"tools.{tool.function.name}{path[1:]}"
-        for tool in tools
-        for path in prepared(tool.function.schema_of_arguments).unenforced
-    )
+def unenforced_keywords(body: ChatRequest, tools: ToolUse) -> set[str]:
+    """The keywords of the schemas of a request that its grammar does not enforce."""
+    if not tools.live:
+        return unenforced_of(body)
+    bound = [tool for tool in tools.shown if tools.name in {"", tool.function.name}]
+    paths = [path for tool in bound for path in prepared(tool.function.schema_of_arguments).unenforced]
+    return keywords_of("tools[].function.parameters", paths)
 
 
 def bound_of(body: ChatRequest, tools: ToolUse) -> tuple[Grammar, str] | None:

@@ -11,7 +11,7 @@ from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.openai_types import ChatRequest
 from slipway_runtime.server.prompt import ChatTemplate
 from slipway_runtime.server.structured import GrammarValidator
-from slipway_runtime.server.tools import ToolUse, bound_of, check_bound, ignored_of, tool_use
+from slipway_runtime.server.tools import ToolUse, bound_of, check_bound, tool_use, unenforced_keywords
 from tests.runtime.server.serving import TINY
 from tests.runtime.server.test_tool_format import FORMS, PYTHONIC
 
@@ -121,9 +121,15 @@ def test_a_strict_function_that_cannot_be_enforced_is_named_with_the_path():
 
 
 def test_what_a_forced_function_does_not_enforce_is_named():
+    """review/api-users.md 9. The names hold no text of the client."""
     tools, grammar = bound("qwen3", tool_choice="required")
+    schema = {"type": "object", "properties": {"secret": {"uniqueItems": True}}}
+    answer = ChatRequest.model_validate(
+        {"messages": [{"role": "user", "content": "x"}], "structured_outputs": {"json": schema}}
+    )
 
-    assert ignored_of(tools.shown) == ("tools.scale/dependentRequired",)
+    assert unenforced_keywords(answer, tools) == {"tools[].function.parameters.dependentRequired"}
+    assert unenforced_keywords(answer, ToolUse()) == {"structured_outputs.json.uniqueItems"}
     COMPILER.check(grammar)
 
 

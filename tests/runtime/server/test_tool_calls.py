@@ -83,6 +83,11 @@ STORIES = [
         "<tool_call>\n<function=weather>\n</function>\n</tool_call>",
         [("time", {"a": 1, "b": "line\n<b>two</b> </tool_call>"}), ("weather", {})],
     ),
+    (
+        "qwen3_coder",
+        "<function=time>\n<parameter=a>\n[True, None]\n</parameter></function>",
+        [("time", {"a": [True, None]})],
+    ),
     ("qwen3_coder", "<function=time>\n<parameter=a>\n[1]\n</parameter>\n</function>", [("time", {"a": [1]})]),
     (
         "qwen3_coder",
