@@ -296,7 +296,10 @@ class ToolCallParser:
                 return list(self.calls.progress(self._call))
             return [TextEvent(self._before + self._call.raw)] if self._call.raw and not self.calls.live else []
         rest = self._mark + "".join(self._held) + self._search.flush()
+        is_layout = self._where == "gap" and not self._mark and self.calls.count > 0
         self._held, self._mark = [], ""
+        if is_layout and any(text.startswith(rest.strip()) for text in (*self.markers, self.closing)):
+            return []  # the beginning of what stands after a call
         return [TextEvent(rest)] if rest and (rest.strip() or not self.calls.count) else []
 
     def _take(self, char: str) -> Iterator[Event]:

@@ -5,6 +5,8 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ import pytest_asyncio
 
 from slipway_runtime.engine.grammar import GrammarCompiler, GrammarRefusedError
 from slipway_runtime.messages import Grammar
+from slipway_runtime.serve import _make_ready
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.structured import MAX_WAITING, GrammarValidator
+from slipway_runtime.settings import RuntimeSettings
 from tests.runtime.server.serving import Running, a_replica
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -272,3 +276,20 @@ async def test_the_vocabulary_is_read_once_however_many_grammars_come_first():
     await asyncio.gather(*(validator.check(Grammar(kind="choice", text=str(i)), "c") for i in range(4)))
 
     assert made == 1
+
+
+async def test_the_vocabulary_is_read_before_the_replica_is_ready():
+    """review/api-users.md 13: the first grammars waited for it within their own time limit."""
+    seen: list[bool] = []
+    async with a_replica(load=False) as running:
+        compiler = Slow()
+
+        def make() -> GrammarCompiler:
+            seen.append(running.replica.loaded is not None)
+            return compiler
+
+        model = replace(running.models[0], grammars=GrammarValidator(make))
+        await _make_ready(RuntimeSettings(model_uri="file:///x"), SimpleNamespace(seconds=0.0), model, running.replica)
+
+        assert seen == [False]
+        assert running.replica.loaded is model

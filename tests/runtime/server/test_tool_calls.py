@@ -212,6 +212,14 @@ def test_a_call_that_is_cut_off_gives_only_what_was_said_of_it():
     assert "".join(e.arguments for e in events if isinstance(e, CallDelta)) == '{"zone": "Eur'
 
 
+@pytest.mark.parametrize("rest", ["\n", "\n</tool_c", "</tool_call>", "\n</tool_call>\n<tool_c"])
+def test_what_stands_after_a_call_is_no_text_where_the_answer_is_cut_off(rest: str):
+    said, found, _ = read(parser_of("hermes", NAMES), f"<tool_call>{A}{rest}")
+
+    assert found == [WEATHER]
+    assert said.strip() in {"", "<tool_c"}
+
+
 def test_with_parallel_calls_off_the_first_one_counts():
     _, found, _ = read(parser_of("hermes", NAMES, most=1), STORIES[0][1])
 
