@@ -21,6 +21,7 @@ from slipway_runtime.settings import (
     MAX_QUEUED_TOKENS,
     REASONING_PARSERS,
     STANDBY_LEVELS,
+    TOOL_CALL_PARSERS,
     BootAdapter,
     RuntimeSettings,
     SamplingDefaults,
@@ -113,6 +114,12 @@ def parser() -> argparse.ArgumentParser:
         choices=("", *REASONING_PARSERS),
         default="",
         help="how an answer is split into reasoning and content; auto: the chat template says it",
+    )
+    serve.add_argument(
+        "--tool-call-parser",
+        choices=("", *TOOL_CALL_PARSERS),
+        default="",
+        help="the form in which the model writes tool calls; auto: the chat template shows it",
     )
     serve.add_argument("--sampling-defaults", default="", metavar="JSON")
     serve.add_argument(

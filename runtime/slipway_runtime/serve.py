@@ -245,10 +245,15 @@ async def _make_ready(
     settings: RuntimeSettings, fetched: Fetched, model: LoadedModel, replica: Replica
 ) -> dict[str, float]:
     """Load the adapters, prefill the warm prompts, and make the replica ready. Returns the seconds of each part."""
+    vocabulary = asyncio.create_task(asyncio.to_thread(model.grammars.prepare))
     await load_adapters(model, settings.adapters)
     if settings.max_adapters:
         await load_boot_list(model, read_boot_list(settings.boot_list))
     await prefill(model, settings.warm_prompts)
+    await vocabulary  # else the first grammars would wait for it
+    tools = model.prompts.template.tools
+    if tools.place and not tools.form:
+        log.warning("the form of tool calls is not known: tool_choice auto is refused; set --tool-call-parser")
     facts = model.engine.facts
     times = StartupTimes(
         download_seconds=round(fetched.seconds, 3),
@@ -344,7 +349,12 @@ def _model(
     client.on_step = metrics.stepped
     return LoadedModel(
         engine=client,
-        prompts=PromptEncoder(fetched.tokenizer, max_model_len=facts.max_model_len, threads=threads),
+        prompts=PromptEncoder(
+            fetched.tokenizer,
+            max_model_len=facts.max_model_len,
+            threads=threads,
+            tool_call_parser=settings.tool_call_parser,
+        ),
         metrics=metrics,
         grammars=GrammarValidator.over(fetched.tokenizer.tokenizer, facts.eos_token_ids),
         adapters=adapters,

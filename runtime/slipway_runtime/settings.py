@@ -61,6 +61,11 @@ WarmPrompt = str | tuple[Mapping[str, str], ...]
 
 STANDBY_LEVELS: Final = ("loaded", "sleeping")
 REASONING_PARSERS: Final = ("auto", "none", "think", "harmony")
+# The forms of tool calls under vLLM's names; `server/template_tools.py` maps them to parsers.
+TOOL_CALL_PARSERS: Final = (
+    "auto", "hermes", "qwen3_coder", "qwen3_xml", "mistral", "llama3_json", "llama4_json", "phi4_mini_json",
+    "pythonic", "llama4_pythonic", "openai",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +144,7 @@ class RuntimeSettings:
     tokenizer_sha256: str = ""
     chat_template: str = ""
     reasoning_parser: str = "auto"  # auto, none, think or harmony; auto: the chat template says it
+    tool_call_parser: str = "auto"  # a name of TOOL_CALL_PARSERS; auto: the chat template shows the form
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     warm_prompts: tuple[WarmPrompt, ...] = ()
     speculation: str = "none"  # none or promptLookup

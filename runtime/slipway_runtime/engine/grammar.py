@@ -25,9 +25,10 @@ from typing import Any, Final
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from slipway_runtime.engine.call_grammars import grammar_of_calls, with_options
 from slipway_runtime.messages import Grammar
 
-KINDS: Final = ("json_object", "json_schema", "regex", "choice", "lark", "structural_tag", "harmony")
+KINDS: Final = ("json_object", "json_schema", "regex", "choice", "lark", "structural_tag", "harmony", "calls")
 _REMEMBERED: Final = 64  # compiled grammars, and refusals, that are kept
 # Between the parts of JSON: a space, or a new line and its indentation. A weak model left free to go on with spaces
 # would do so until its tokens are spent.
@@ -41,7 +42,7 @@ _LEXER: Final[dict[str, Any]] = {
 _GENERATED: Final = LLParserLimits(max_items_in_row=8_000, **_LEXER)
 # Where rules may be empty, the time for a row grows with the cube of its length; see above.
 _WRITTEN: Final = LLParserLimits(max_items_in_row=1_000, step_max_items=20_000, max_grammar_size=1_200, **_LEXER)
-_OF_LARK: Final = re.compile(r"\s*(%llguidance\b|start\s*:)")  # a line that is not in GBNF
+_OF_GBNF: Final = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # the head of a rule; no line of Lark begins so
 # An answer of gpt-oss after `<|start|>assistant`: messages, and at the end one more, or a call of a function. Its names
 # between <| and |> are special tokens; the token that ends the answer is none of the grammar's.
 _HARMONY: Final = r"""%llguidance {}
@@ -49,6 +50,13 @@ start: message* (last | call)
 message: last <|end|> <|start|> "assistant"
 last: <|channel|> CHANNEL <|message|> TEXT
 CHANNEL: /analysis|commentary|final/
+TEXT: /(.|\n)*/
+"""
+_HARMONY_WITH_FORMAT: Final = r"""%llguidance {}
+start: message* (final | call)
+message: <|channel|> CHANNEL <|message|> TEXT <|end|> <|start|> "assistant"
+final: <|channel|> "final" <|message|> @format
+CHANNEL: /analysis|commentary/
 TEXT: /(.|\n)*/
 """
 _SCHEMA_INSIDE: Final = re.compile(r"%json\b\s*")
@@ -136,6 +144,8 @@ class GrammarCompiler:
             return self._structural_tag(_json(kind, text))
         if kind == "harmony":
             return self._harmony(_json(kind, text))
+        if kind == "calls":
+            return self._calls(_json(kind, text))
         if not text.strip():
             raise GrammarRefusedError(f"the {kind} is empty")
         if kind == "regex":
@@ -144,7 +154,7 @@ class GrammarCompiler:
 
     def _written(self, text: str) -> str:
         """The Lark form of a grammar in Lark or in GBNF, which other servers accept."""
-        if any(_OF_LARK.match(line) for line in text.splitlines()):
+        if not _OF_GBNF.search(text):
             own, schemas = _without_schemas(text)
             self._count_rules(own, ":")  # a colon in a string counts too, because only a parser could tell
             for schema in schemas:
@@ -221,15 +231,51 @@ class GrammarCompiler:
                 "each beginning with one of the triggers"
             ) from None
 
-    def _harmony(self, functions: Any) -> str:
-        """`[{"name", "schema"}]`: free text on the channels of gpt-oss, and calls with arguments of these schemas."""
-        lark = _HARMONY + "call: " + " | ".join(f"call_{number}" for number in range(len(functions))) + "\n"
+    def _calls(self, calls: Any) -> str:
+        """`{"form", "functions", "is_free", "format"}`: see `call_grammars`; the format is a grammar of its own."""
+        for function in calls["functions"]:
+            if function.get("schema") is not None:
+                self._look_through("tools", function["schema"])
+        given = calls.get("format")
+        lark = grammar_of_calls(
+            calls["form"],
+            calls["functions"],
+            is_free=calls["is_free"],
+            most=calls.get("most"),
+            has_format=given is not None,
+            marker=self._marker,
+        )
+        return self._with_format(lark, given)
+
+    def _with_format(self, lark: str, given: Any) -> str:
+        """A Lark grammar whose `@format` is another grammar, if one is given."""
+        if given is None:
+            return LLMatcher.grammar_from_lark(lark)
+        [other] = json.loads(self._source(Grammar(kind=given["kind"], text=given["text"])))["grammars"]
+        return json.dumps({"grammars": [{"name": "calls", "lark_grammar": lark}, other | {"name": "format"}]})
+
+    def _marker(self, text: str) -> str:
+        """A text in Lark: its special token, if it is one."""
+        tokens = self.vocabulary.tokenize_str(text, parse_special=True)
+        if self._is_special(text):
+            return f"<[{tokens[0]}]>"
+        return json.dumps(text, ensure_ascii=False)
+
+    def _harmony(self, given: Any) -> str:
+        """`[{"name", "schema"}]`: free text on the channels of gpt-oss, and calls with arguments of these schemas.
+
+        `{"functions", "format"}`: the same, and the message of the channel `final` follows a grammar.
+        """
+        functions = given["functions"] if isinstance(given, dict) else given
+        form = given["format"] if isinstance(given, dict) else None
+        head = _HARMONY if form is None else _HARMONY_WITH_FORMAT
+        lark = f"{head}call: {' | '.join(f'call_{number}' for number in range(len(functions)))}\n"
         for number, function in enumerate(functions):
             to = json.dumps(f" to=functions.{function['name']}", ensure_ascii=False)
-            schema = json.dumps(self._look_through("harmony", function["schema"]))
+            schema = json.dumps(with_options(self._look_through("harmony", function["schema"])))
             header = f'({to} <|channel|> "commentary" | <|channel|> /commentary|analysis/ {to})'
             lark += f'call_{number}: {header} (" " <|constrain|>? "json")? <|message|> %json {schema}\n'
-        return LLMatcher.grammar_from_lark(lark)
+        return self._with_format(lark, form)
 
     def _is_special(self, text: str) -> bool:
         tokens = self.vocabulary.tokenize_str(text, parse_special=True)
@@ -259,7 +305,10 @@ def _common_multiple(multiples: Sequence[Any]) -> int:
 
 def _schema_source(text: str) -> str:
     try:
-        return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
+        # An answer to oneOf fits at least one branch: the compiler cannot count them.
+        return LLMatcher.grammar_from_json_schema(
+            text, defaults={"whitespace_pattern": _WHITESPACE, "coerce_one_of": True}
+        )
     except ValueError as error:  # numbers that only Python accepts as JSON
         raise GrammarRefusedError(f"the json_schema is not JSON: {_one_line(str(error))}") from None
 

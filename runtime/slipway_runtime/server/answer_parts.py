@@ -5,6 +5,7 @@ calls in channels too, so there one parser does both. Most grammars bind an answ
 reasoning, even where its prompt has opened it.
 """
 
+import json
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
@@ -29,7 +30,9 @@ from slipway_runtime.server.tools import ToolUse
 
 def binds_at_once(grammar: Grammar | None) -> bool:
     """Whether a grammar binds the first token of an answer, instead of calls only, wherever they begin."""
-    return grammar is not None and grammar.kind not in {"structural_tag", "harmony"}
+    if grammar is None or grammar.kind in {"structural_tag", "harmony"}:
+        return False
+    return grammar.kind != "calls" or not json.loads(grammar.text)["is_free"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,9 @@ from slipway_runtime.server.replica import LoadedModel, Replica
 from slipway_runtime.server.request_context import Caller, served_by
 from slipway_runtime.server.response_builder import ChoiceWriter
 from slipway_runtime.server.sse import Dialect, OpenAIChunks
-from slipway_runtime.server.structured import grammar_of
+from slipway_runtime.server.structured import note_unenforced
 from slipway_runtime.server.tool_calls import CallDelta, CallStart, TextEvent
-from slipway_runtime.server.tools import ToolUse, tool_use
+from slipway_runtime.server.tools import ToolUse, bound_of, check_bound, tool_use, unenforced_keywords
 
 router = APIRouter()
 
@@ -206,11 +206,10 @@ async def answer_chat(
     served = served_by(replica, body.model, http)
     model = served.model
     tools = tool_use(body, model.prompts.template)
-    bound = grammar_of(body)
-    if bound is None and tools.grammar is not None:
-        bound = tools.grammar, "tools"
+    bound = bound_of(body, tools)
     if bound is not None:
-        await model.grammars.check(*bound)
+        await check_bound(model.grammars, bound, tools)
+        note_unenforced(http, unenforced_keywords(body, tools))
     reasoning = reasoning_use(body, model, bound[0] if bound is not None else None, route)
     prompt = await prompt_of(body, model, tools)
     logprobs = LogprobWriter(model.prompts.tokens, as_ids=bool(body.return_tokens_as_token_ids))
@@ -252,8 +251,8 @@ async def count_prompt_tokens(http: Request, body: ChatRequest) -> int:
 
 async def prompt_of(body: ChatRequest, model: LoadedModel, tools: ToolUse) -> Prompt:
     """The prompt of a conversation; raises ApiError 400 where none can be made."""
-    bound = grammar_of(body)
-    is_bound = binds_at_once(bound[0] if bound is not None else tools.grammar)
+    bound = bound_of(body, tools)
+    is_bound = binds_at_once(bound[0] if bound is not None else None)
     form = form_of(model.prompts.template.source, model.reasoning_parser)
     has_header = is_bound and form == "harmony" and body.add_generation_prompt
     prompt = await model.prompts.chat(

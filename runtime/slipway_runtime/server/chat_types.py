@@ -107,6 +107,21 @@ class FunctionDefinition(RequestBody):
     parameters: dict[str, Any] | None = None  # JSON Schema; None: the function has no parameters
     strict: bool | None = None
 
+    @property
+    def key_order(self) -> tuple[str, ...]:
+        """The keys in the order of the request, which templates that write the whole tool keep."""
+        return tuple(self._order)
+
+    _order: tuple[str, ...] = ()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_order(cls, value: Any, handler: Any) -> "FunctionDefinition":
+        made: FunctionDefinition = handler(value)
+        if isinstance(value, dict):
+            made._order = tuple(str(name) for name in value)
+        return made
+
     @model_validator(mode="after")
     def _takes_an_object(self) -> Self:
         if self.parameters is not None and self.parameters.get("type", "object") != "object":

@@ -20,7 +20,7 @@ from slipway_runtime.server.replica import LoadedModel, Replica
 from slipway_runtime.server.request_context import Caller, served_by
 from slipway_runtime.server.response_builder import ChoiceWriter
 from slipway_runtime.server.sampling import OPENAI_COMPLETION_TOKENS
-from slipway_runtime.server.structured import grammar_of
+from slipway_runtime.server.structured import grammar_of, note_unenforced, unenforced_of
 
 router = APIRouter()
 
@@ -147,6 +147,7 @@ async def create_completion(http: Request) -> Response:
     bound = grammar_of(body)
     if bound is not None:
         await model.grammars.check(*bound)
+        note_unenforced(http, unenforced_of(body))
     prompts = await asyncio.gather(*(_prompt(body, prompt, model) for prompt in body.prompts))
     if not all(prompt.token_ids for prompt in prompts):
         raise ApiError(400, "prompt is empty: at least one token is needed", param="prompt")

@@ -301,7 +301,9 @@ class ChatRequest(GenerationRequest):
             raise InvalidField("tool_choice", "wants a tool, and tools is empty")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
             raise InvalidField("tool_choice", "names a function that is not among the tools")
-        binds = self.structured_outputs is not None or (self.response_format and self.response_format.type != "text")
+        # A forced call drops a response format, as in vLLM; what only vLLM's fields bind is not dropped silently.
+        guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        binds = self.structured_outputs is not None or any(value is not None for value in guided)
         if binds and names and self.tool_choice not in (None, "none", "auto"):
             raise InvalidField(
                 "tool_choice", "forces a call, and the format of the answer is bound too; only one may be"

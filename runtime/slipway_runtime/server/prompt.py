@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Any, Final, NoReturn, TypeVar
 
 from jinja2 import TemplateError
@@ -26,6 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from slipway_runtime.server import harmony
 from slipway_runtime.server.chat_types import ChatMessage, Tool
 from slipway_runtime.server.errors import ApiError, prompt_too_long
+from slipway_runtime.server.template_tools import ToolFormat, text_of_calls, tool_format, with_tools_in_message
 from slipway_runtime.server.tokenizer import TokenizerFiles, TokenText
 
 LARGE: Final = 32 * 1024  # characters; some ten milliseconds of tokenizing
@@ -44,12 +46,24 @@ class PromptEncoder:
     """Encodes and decodes prompts of one model."""
 
     def __init__(
-        self, files: TokenizerFiles, *, max_model_len: int, threads: Executor, large: Executor | None = None
+        self,
+        files: TokenizerFiles,
+        *,
+        max_model_len: int,
+        threads: Executor,
+        large: Executor | None = None,
+        tool_call_parser: str = "auto",
     ) -> None:
+        """`tool_call_parser`: as the setting."""
         self.files = files
         self.max_model_len = max_model_len
         self.tokens = TokenText(files.tokenizer)
-        self.template = ChatTemplate(files.chat_template, files.special_tokens)
+        self.template = ChatTemplate(
+            files.chat_template,
+            files.special_tokens,
+            tool_source=files.tool_template,
+            tool_call_parser=tool_call_parser,
+        )
         self._threads = threads
         self._large = large or ThreadPoolExecutor(1, thread_name_prefix="prompt-large")
 
@@ -135,15 +149,36 @@ _CONTINUE: Final = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the last me
 class ChatTemplate:
     """A compiled chat template and its special tokens; rendered exactly as `transformers` does."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        *,
+        tool_source: str = "",
+        tool_call_parser: str = "auto",
+    ) -> None:
+        """`tool_source`: the template for requests with tools, if the model has another one for them."""
         self.source = source
         self._special_tokens = special_tokens
+        self._tool_call_parser = tool_call_parser
         self._template = _environment().from_string(source) if source else None
+        self._tool_template = _environment().from_string(tool_source) if tool_source else self._template
+
+    @cached_property
+    def tools(self) -> ToolFormat:
+        """How the template shows tools, and how its model writes calls: found by rendering it with a probe."""
+        return tool_format(self._probed, self._tool_call_parser)
 
     @property
     def shows_tools(self) -> bool:
         """Whether the template writes the tools into the prompt."""
-        return "tools" in self.source
+        return bool(self.tools.place)
+
+    def _probed(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+        if self._tool_template is None:
+            return ""
+        given = {"messages": list(messages), "tools": list(tools) or None, "documents": None}
+        return self._tool_template.render(**self._special_tokens, **given, add_generation_prompt=False)
 
     def knows(self, variable: str) -> bool:
         """Whether the template reads this variable."""
@@ -164,6 +199,11 @@ class ChatTemplate:
         seen = [template_message(message) for message in messages]
         if harmony.CHANNEL in self.source:
             seen = [harmony.template_message(message) for message in seen]
+        shown = [_tool_variables(tool) for tool in tools]
+        if not self.tools.writes_calls:
+            seen = [self._with_written_calls(message) for message in seen]
+        if shown and self.tools.place == "message":
+            seen = [dict(message) for message in with_tools_in_message(seen, shown)]
         final = ""
         if continue_final_message:
             final = seen[-1].get("content") or ""
@@ -172,7 +212,7 @@ class ChatTemplate:
             **self._special_tokens,
             **(arguments or {}),
             "messages": seen,
-            "tools": [tool.model_dump(exclude_none=True) for tool in tools] or None,
+            "tools": shown or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -185,28 +225,45 @@ class ChatTemplate:
             raise _refused("the chat template cannot render these messages") from None
         return _cut_at_mark(text, final) if continue_final_message else text
 
+    def _with_written_calls(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message whose calls are a part of its text, because the template would leave them out."""
+        form = self.tools.form
+        if not message.get("tool_calls") or form not in {"phi4_mini", "hermes", "mistral", "llama3"}:
+            return message
+        text = message["content"] or ""
+        return message | {"content": f"{text}\n{text_of_calls(message['tool_calls'], form)}".lstrip("\n")}
+
     def _rendered(self, variables: dict[str, Any]) -> str:
         """Render the template; an assistant's message without text, only with tool calls, has the content None.
 
         Some templates recognise calls by that None (DeepSeek), others fail to append it to a text, or write the word
         None. For the latter two the content is rendered as an empty text, as vLLM does for every template.
         """
-        assert self._template is not None
+        template = self._tool_template if variables["tools"] else self._template
+        assert template is not None
         messages = variables["messages"]
         if all(message["content"] is not None for message in messages):
-            return self._template.render(**variables)
+            return template.render(**variables)
         with_empty = [message | {"content": message["content"] or ""} for message in messages]
         try:
-            text = self._template.render(**variables)
+            text = template.render(**variables)
         except (TemplateError, *_CANNOT_RENDER):
-            return self._template.render(**variables | {"messages": with_empty})
+            return template.render(**variables | {"messages": with_empty})
         if "None" not in text:
             return text
         try:
-            other = self._template.render(**variables | {"messages": with_empty})
+            other = template.render(**variables | {"messages": with_empty})
         except (TemplateError, *_CANNOT_RENDER):
             return text
         return other if other.count("None") < text.count("None") else text
+
+
+def _tool_variables(tool: Tool) -> dict[str, Any]:
+    """A tool as the template sees it, with its keys in the order of the request."""
+    given = tool.model_dump(exclude_none=True)
+    function = given.get("function", {})
+    order = [name for name in getattr(tool.function, "key_order", ()) if name in function]
+    return given | {"function": {name: function[name] for name in [*order, *function]}}
 
 
 def template_message(message: ChatMessage) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Streaming parsers for tool calls: split an answer's text into plain text, function names and arguments. Pure.
 
-Four forms; most models use one of the first three. Calls are objects such as `{"name": "f", "arguments": {…}}`:
+Most models use one of these forms; `tool_parsers.py` has the others. Calls are objects such as
+`{"name": "f", "arguments": {…}}`:
 
     hermes    some words <tool_call>{…}</tool_call> <tool_call>{…}</tool_call>
     llama3    {…}; {…}                     either the whole answer is calls, or none of it
@@ -13,15 +14,17 @@ when it is complete and its arguments are valid JSON; text that turns out not to
 One call is parsed incrementally as a JSON object: the function's name, and its arguments so far.
 """
 
+import ast
 import json
 import secrets
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from slipway_runtime.engine.detokenizer import StopStrings
 
+_LONGEST_PYTHON: Final = 64 * 1024  # characters of a call in Python's quotes; a longer one is text
 _ARGUMENTS: Final = ("arguments", "parameters")
 MOST_LAYOUT: Final = 1024  # characters of white space that may be layout before or between calls; more is text
 
@@ -41,6 +44,7 @@ class CallObject:
         self._value: list[str] = []
         self._depth = 0
         self._in_string = False
+        self._quote = ""  # of the string: a double quote, or a single one of Python
         self._escaped = False
 
     @property
@@ -65,8 +69,8 @@ class CallObject:
             self._inside_a_string(char)
         elif self._where == "value":
             self._inside_a_value(char)
-        elif char == '"' and self._where == "key":
-            self._in_string, self._raw_key = True, [char]
+        elif char in "\"'" and self._where == "key":
+            self._in_string, self._quote, self._raw_key = True, char, [char]
         elif self._where == "start" and char == "{":
             self._where = "key"
         elif self._where == "colon" and char == ":":
@@ -87,7 +91,7 @@ class CallObject:
             self._escaped = False
         elif char == "\\":
             self._escaped = True
-        elif char == '"':
+        elif char == self._quote:
             self._in_string = False
             if self._where == "key":
                 self._where, self._key = "colon", _text_of("".join(self._raw_key))
@@ -105,8 +109,8 @@ class CallObject:
             self._depth += 1
         elif char in "}]":
             self._depth -= 1
-        elif char == '"':
-            self._in_string = True
+        elif char in "\"'":
+            self._in_string, self._quote = True, char
         elif char.isspace() and not self._value:
             return
         self._value.append(char)
@@ -118,17 +122,33 @@ class CallObject:
         if self._key == "name":
             self.name = _text_of("".join(self._value).strip())
             self.is_broken |= self.name is None
-        elif self._key in _ARGUMENTS and self._value[:1] == ['"']:
+        elif self._key in _ARGUMENTS and self._value[:1] in (['"'], ["'"]):
             # Some models write the object as a JSON string.
             self._arguments = list(_text_of("".join(self._value).strip()) or "")
 
 
 def _text_of(raw: str) -> str | None:
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
+    value = value_of(raw)
     return value if isinstance(value, str) else None
+
+
+def value_of(raw: str) -> Any:
+    """The value of a text in JSON as models write it; None if it is not a value, or is null.
+
+    Line breaks and tabs may stand in strings, NaN is null, and a literal of Python counts too.
+    """
+    try:
+        return json.loads(raw, strict=False, parse_constant=lambda _: None)
+    except (ValueError, RecursionError):
+        pass
+    if len(raw) > _LONGEST_PYTHON or not any(sign in raw for sign in ("'", "True", "False", "None")):
+        return None
+    try:
+        value = ast.literal_eval(raw.strip())
+        json.dumps(value, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+    return value
 
 
 @dataclass(frozen=True)
@@ -168,15 +188,25 @@ class Parser(Protocol):
         """The remaining events, at the end of the answer."""
 
 
-def _is_object(raw: str) -> bool:
+def _object_of(raw: str) -> str | None:
+    """The arguments as JSON text; None if they are not an object. Null stands for no arguments."""
     try:
-        return isinstance(json.loads(raw), dict)
+        if isinstance(json.loads(raw, parse_constant=_not_json), dict):
+            return raw
     except (ValueError, RecursionError):
-        return False
+        pass
+    if raw.strip() in {"null", "None"}:
+        return "{}"
+    value = value_of(raw)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else None
+
+
+def _not_json(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
 
 
 @dataclass
-class _Calls:
+class Calls:
     """The calls of one answer: numbers them and makes their events."""
 
     names: Collection[str]
@@ -188,6 +218,7 @@ class _Calls:
     began: bool = False
 
     def begin(self) -> CallObject:
+        """A new call, of which nothing was sent."""
         self.sent, self.began = 0, False
         return CallObject()
 
@@ -206,15 +237,20 @@ class _Calls:
         """The remaining events of a complete call."""
         if self._is_one_too_many:
             return
-        arguments = call.arguments() or "{}"
-        if call.name not in self.names or not _is_object(arguments):
-            yield TextEvent(call.raw)
-            return
         if self.began:
             yield from self.progress(call)
+            self.count += 1
+        elif call.name in self.names and (arguments := _object_of(call.arguments() or "{}")) is not None:
+            yield from self.whole(call.name or "", arguments)
         else:
-            yield CallStart(self.count, self.new_id(), call.name or "")
-            yield CallDelta(self.count, arguments)
+            yield TextEvent(call.raw)
+
+    def whole(self, name: str, arguments: str) -> Iterator[Event]:
+        """The events of a call that is complete."""
+        if self._is_one_too_many:
+            return
+        yield CallStart(self.count, self.new_id(), name)
+        yield CallDelta(self.count, arguments)
         self.count += 1
 
     @property
@@ -226,11 +262,13 @@ class _Calls:
 class ToolCallParser:
     """Parser for all forms but `NamedCall`, configured by their markers and separators."""
 
-    calls: _Calls
+    calls: Calls
     markers: tuple[str, ...] = ()  # a call begins after one of these; empty: with the first character
     as_list: bool = False  # calls may be in a JSON list
     named: bool = False  # a bare function name and its arguments may follow the marker
     closing: str = ""  # the text after a call
+    objects: tuple[str, ...] = ()  # how a call without a marker begins within a text
+    is_whole: bool = False  # the answer may begin with a call
     _where: str = "text"
     _held: list[str] = field(default_factory=list)  # characters that may be layout, a marker or a function name
     _seen: str = ""  # of these, in a gap: without white space around them
@@ -238,13 +276,9 @@ class ToolCallParser:
     _search: StopStrings = field(init=False)
 
     def __post_init__(self) -> None:
-        self._search = StopStrings(self.markers)
-        if not self.markers or self._begins_at_once:
+        self._search = StopStrings((*self.markers, *self.objects))
+        if not self.markers or self.is_whole:
             self._where = "gap"
-
-    @property
-    def _begins_at_once(self) -> bool:
-        return not self.closing and not self.named and not self.as_list  # llama3: all calls, or all text
 
     def push(self, text: str) -> list[Event]:
         """More of the answer."""
@@ -253,16 +287,19 @@ class ToolCallParser:
             events.extend(self._take(char))
         if self._call is not None:
             events.extend(self.calls.progress(self._call))
-        return _joined(events)
+        return joined(events)
 
     def finish(self) -> list[Event]:
         """The remaining events: an incomplete call is text, unless a part of it was sent already."""
         if self._call is not None:
             if self.calls.began:
                 return list(self.calls.progress(self._call))
-            return [TextEvent(self._call.raw)] if self._call.raw and not self.calls.live else []
-        rest = "".join(self._held) + self._search.flush()
-        self._held = []
+            return [TextEvent(self._before + self._call.raw)] if self._call.raw and not self.calls.live else []
+        rest = self._mark + "".join(self._held) + self._search.flush()
+        is_layout = self._where == "gap" and not self._mark and self.calls.count > 0
+        self._held, self._mark = [], ""
+        if is_layout and any(text.startswith(rest.strip()) for text in (*self.markers, self.closing)):
+            return []  # the beginning of what stands after a call
         return [TextEvent(rest)] if rest and (rest.strip() or not self.calls.count) else []
 
     def _take(self, char: str) -> Iterator[Event]:
@@ -281,11 +318,23 @@ class ToolCallParser:
             if not each.isspace() or len(self._held) > MOST_LAYOUT:
                 yield TextEvent("".join(self._held))
                 self._held = []
-        if released.stop is not None:
-            self._begin_gap()
+        if released.stop in self.objects:
+            yield TextEvent("".join(self._held))
+            self._mark = ""
+            yield from self._open_with(released.stop or "")
+        elif released.stop is not None:
+            self._begin_gap("".join(self._held) + released.stop)
 
-    def _begin_gap(self) -> None:
-        self._held, self._seen, self._where = [], "", "gap"
+    def _begin_gap(self, mark: str = "") -> None:
+        """Look for the next call. `mark`: the marker, and the white space before it, which are text if none comes."""
+        self._held, self._seen, self._where, self._mark = [], "", "gap", mark
+
+    def _open_with(self, start: str) -> Iterator[Event]:
+        self._call = self.calls.begin()
+        self._held, self._has_bare_name = [], False
+        self._bracket = start[: start.index("{")]
+        for char in start[start.index("{") :]:
+            yield from self._in_a_call(self._call, char)
 
     def _between(self, char: str) -> Iterator[Event]:
         """State after a marker or between two calls: layout, a function name, a new call, or plain text."""
@@ -299,14 +348,20 @@ class ToolCallParser:
         if char == "{":
             yield from self._open(self._seen[:-1])
         elif self.closing and self._seen == self.closing:
+            if self._mark:  # nothing was called
+                yield from self._turn_to_text()
             self._held, self._where = [], "text"
         elif self._is_separator(self._seen):
-            self._begin_gap()
+            # Before the first call it may turn out to be the beginning of a text.
+            self._begin_gap(self._mark + "".join(self._held) if self._mark or not self.calls.count else "")
         elif not self._may_go_on(self._seen):
             yield from self._turn_to_text()
 
     def _turn_to_text(self) -> Iterator[Event]:
         held, self._held, self._where = self._held, [], "text"
+        mark, self._mark = self._mark, ""
+        if mark:
+            yield TextEvent(mark)
         for each in held:
             yield from self._in_text(each)
 
@@ -325,6 +380,7 @@ class ToolCallParser:
 
     def _open(self, before: str) -> Iterator[Event]:
         self._held = []
+        self._bracket = before if self.as_list and not self.named else ""
         self._call = self.calls.begin()
         name = before.split("[", 1)[0].strip() if self.named else ""
         head = json.dumps({"name": name})[:-1] + ', "arguments": ' if name else ""
@@ -338,15 +394,25 @@ class ToolCallParser:
         if self._has_bare_name and call.value_is_whole:
             call.push("}")
         if call.is_broken:
-            self._call = None
-            self._where = "text"
-            yield TextEvent(call.raw)
+            before, self._call, self._where, self._mark = self._before, None, "text", ""
+            yield TextEvent(before + call.raw)
         elif call.is_complete:
-            self._call = None
+            before, self._call = self._before, None
             self._begin_gap()
-            yield from self.calls.end(call)
+            for event in self.calls.end(call):
+                if isinstance(event, TextEvent):  # it is not a call of a known function
+                    self._where = "gap" if self.as_list and self.markers and not self.is_whole else "text"
+                    yield TextEvent(before)
+                yield event
+
+    @property
+    def _before(self) -> str:
+        """The text before an object that may be a call: the marker, and the bracket of a list."""
+        return self._mark + self._bracket
 
     _has_bare_name: bool = False
+    _mark: str = ""
+    _bracket: str = ""
 
 
 @dataclass
@@ -370,27 +436,7 @@ class NamedCall:
         return []
 
 
-def parser_of(
-    form: str, names: Collection[str], *, live: bool = False, most: int | None = None, name: str = ""
-) -> Parser:
-    """Make a parser for one answer. `most`: further calls are dropped; `name`: the function of the form `named`."""
-    calls = _Calls(names, live, most, new_id=_short_id if form == "mistral" else _call_id)
-    match form:
-        case "named":
-            return NamedCall(name, _call_id())
-        case "array":
-            return ToolCallParser(calls, as_list=True)
-        case "hermes":
-            return ToolCallParser(calls, markers=("<tool_call>",), closing="</tool_call>")
-        case "mistral":
-            return ToolCallParser(calls, markers=("[TOOL_CALLS]",), as_list=True, named=True)
-        case "llama3":
-            return ToolCallParser(calls, markers=("<|python_tag|>",))
-        case _:
-            raise ValueError(f"there is no form of tool calls named {form!r}")
-
-
-def _joined(events: list[Event]) -> list[Event]:
+def joined(events: list[Event]) -> list[Event]:
     """Merge consecutive text events."""
     joined: list[Event] = []
     for is_text, group in groupby(events, key=lambda event: isinstance(event, TextEvent)):
@@ -401,10 +447,11 @@ def _joined(events: list[Event]) -> list[Event]:
     return joined
 
 
-def _call_id() -> str:
+def call_id() -> str:
+    """A new id of a call."""
     return f"call_{secrets.token_hex(12)}"
 
 
-def _short_id() -> str:
+def short_id() -> str:
     """A call id of nine letters and digits, the only form that Mistral's templates accept."""
     return secrets.token_hex(5)[:9]

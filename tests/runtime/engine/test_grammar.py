@@ -55,6 +55,8 @@ TAG = {"triggers": ["<fn"], "structures": [{"begin": "<fn=add>", "schema": {"typ
         ("choice", '["red", "grün"]', "grün", "gr"),
         ("lark", 'start: "a" start "b" | "c"', "aacbb", "aacb"),
         ("lark", 'root ::= "a" root "b" | "c"', "aacbb", "aacb"),
+        ("lark", '?start: "a" b\n?b: "x"', "ax", "ab"),  # review/api-users.md 15
+        ("lark", '// a comment\n!start: "a"', "a", "b"),
         ("structural_tag", json.dumps(TAG), "I think <fn=add>17</fn> is it", "I think <fn=add>x</fn>"),
     ],
 )  # fmt: skip

@@ -109,7 +109,7 @@ async def test_tokens_are_counted_as_the_answer_counts_them(client: AsyncAnthrop
     "choice", [{"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "weather"}]
 )
 async def test_a_tool_is_used(client: AsyncAnthropic, choice: Any):
-    ask = ASK | {"tools": [WEATHER], "tool_choice": choice}
+    ask = ASK | {"tools": [WEATHER], "tool_choice": choice, "max_tokens": 120}
 
     answer = await client.messages.create(**ask)
     async with client.messages.stream(**ask) as stream:

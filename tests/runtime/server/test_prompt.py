@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from slipway_runtime.server.chat_types import ChatMessage, Tool
 from slipway_runtime.server.errors import ApiError
-from slipway_runtime.server.prompt import PromptEncoder
+from slipway_runtime.server.prompt import ChatTemplate, PromptEncoder
 from slipway_runtime.server.tokenizer import TokenizerMismatch, load_tokenizer
 from tests.runtime.server.serving import TINY, tiny_tokenizer
 
@@ -134,6 +134,34 @@ def test_templates_are_found_where_checkpoints_keep_them(tmp_path: Path):
     assert single.special_tokens == {"bos_token": "<b>", "eos_token": "<e>"}
     assert several.chat_template == "two"
     assert load_tokenizer(tmp_path, chat_template="inline").chat_template == "inline"
+
+
+@pytest.mark.parametrize("kept_in", ["list", "folder"])
+def test_a_template_named_tool_use_is_used_for_requests_with_tools(tmp_path: Path, kept_in: str):
+    """review/api-users.md 12."""
+    shutil.copy(TINY / "tokenizer.json", tmp_path)
+    plain = "plain {{ image_token }}"
+    with_tools = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    if kept_in == "list":
+        named = [{"name": "default", "template": plain}, {"name": "tool_use", "template": with_tools}]
+        config = {"chat_template": named}
+    else:
+        config = {}
+        (tmp_path / "chat_template.jinja").write_text(plain)
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(with_tools)
+    config["extra_special_tokens"] = {"image_token": "<image>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    files = load_tokenizer(tmp_path)
+    template = ChatTemplate(files.chat_template, files.special_tokens, tool_source=files.tool_template)
+    function = {"strict": True, "name": "f", "parameters": {"type": "object"}, "description": "d"}
+    tool = Tool.model_validate({"type": "function", "function": function})
+    messages = [ChatMessage(role="user", content="x")]
+
+    assert template.render(messages) == "plain <image>"
+    assert json.loads(template.render(messages, tools=[tool]))["function"] == function
+    assert list(json.loads(template.render(messages, tools=[tool]))["function"]) == list(function), "in their order"
+    assert template.shows_tools
 
 
 def test_no_prompt_shorter_than_the_context_is_refused_by_its_bytes():

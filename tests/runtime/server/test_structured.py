@@ -3,7 +3,10 @@
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +14,10 @@ import pytest_asyncio
 
 from slipway_runtime.engine.grammar import GrammarCompiler, GrammarRefusedError
 from slipway_runtime.messages import Grammar
+from slipway_runtime.serve import _make_ready
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.structured import MAX_WAITING, GrammarValidator
+from slipway_runtime.settings import RuntimeSettings
 from tests.runtime.server.serving import Running, a_replica
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -216,7 +221,7 @@ class Slow(GrammarCompiler):
 @pytest.mark.capability("SO-2")
 async def test_a_hostile_grammar_costs_its_sender_the_limit_and_the_others_nothing():
     compiler = Slow()
-    validator = GrammarValidator(lambda: compiler, seconds=0.2)
+    validator = GrammarValidator(lambda: compiler, seconds=0.2, cpu_seconds=lambda _: 1e9)
 
     with pytest.raises(ApiError) as slow:
         await validator.check(Grammar(kind="regex", text="x"), "guided_regex")
@@ -241,3 +246,50 @@ async def test_checks_do_not_pile_up_without_bound():
     await asyncio.gather(*checks)
 
     assert refused.value.status == 429
+
+
+async def test_a_time_out_that_is_not_the_grammars_fault_can_be_tried_again():
+    """review/api-users.md 13."""
+    compiler = Slow()  # it waits, and uses no processor time: as on a machine that others keep busy
+    validator = GrammarValidator(lambda: compiler, seconds=0.2)
+
+    with pytest.raises(ApiError) as busy:
+        await validator.check(Grammar(kind="regex", text="x"), "guided_regex")
+    compiler.released.set()
+
+    assert busy.value.status == 503
+    assert (busy.value.headers or {})["Retry-After"] == "5"
+
+
+async def test_the_vocabulary_is_read_once_however_many_grammars_come_first():
+    """review/api-users.md 13."""
+    made = 0
+    compiler = Slow()
+
+    def make() -> GrammarCompiler:
+        nonlocal made
+        made += 1
+        time.sleep(0.05)
+        return compiler
+
+    validator = GrammarValidator(make)
+    await asyncio.gather(*(validator.check(Grammar(kind="choice", text=str(i)), "c") for i in range(4)))
+
+    assert made == 1
+
+
+async def test_the_vocabulary_is_read_before_the_replica_is_ready():
+    """review/api-users.md 13: the first grammars waited for it within their own time limit."""
+    seen: list[bool] = []
+    async with a_replica(load=False) as running:
+        compiler = Slow()
+
+        def make() -> GrammarCompiler:
+            seen.append(running.replica.loaded is not None)
+            return compiler
+
+        model = replace(running.models[0], grammars=GrammarValidator(make))
+        await _make_ready(RuntimeSettings(model_uri="file:///x"), SimpleNamespace(seconds=0.0), model, running.replica)
+
+        assert seen == [False]
+        assert running.replica.loaded is model

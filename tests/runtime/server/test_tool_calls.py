@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipway_runtime.server import tool_calls
-from slipway_runtime.server.chat_types import Tool
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.openai_types import ChatRequest
 from slipway_runtime.server.prompt import ChatTemplate
-from slipway_runtime.server.tool_calls import CallDelta, CallStart, Event, Parser, TextEvent, parser_of
-from slipway_runtime.server.tools import schema_of_calls, tool_use
+from slipway_runtime.server.tool_calls import CallDelta, CallStart, Event, Parser, TextEvent
+from slipway_runtime.server.tool_parsers import parser_of
+from slipway_runtime.server.tools import tool_use
 
 NAMES = {"weather", "time"}
 A = '{"name": "weather", "arguments": {"city": "Bern \\"x\\" }", "days": [1, {"a": 2}]}}'
@@ -56,6 +56,44 @@ STORIES = [
     ("llama3", A.replace("arguments", "parameters"), [WEATHER]),
     ("llama3", f"<|python_tag|>{A}; {B}", [WEATHER, ("time", {})]),
     ("array", f"[{A},\n {B}]", [WEATHER, ("time", {})]),
+    # review/api-users.md 6, review/peer-suites.md 4
+    ("llama3", f"[{A.replace('arguments', 'parameters')}, {B}]", [WEATHER, ("time", {})]),
+    ("llama3", 'Let me see. {"name": "time", "parameters": {}}', [("time", {})]),
+    ("llama3", 'Let me see.\n[{"name": "time", "parameters": {}}, {"name": "time"}]', [("time", {}), ("time", {})]),
+    ("phi4_mini", f"<|tool_call|>[{A}, {B}]<|/tool_call|>", [WEATHER, ("time", {})]),
+    ("phi4_mini", f"functools[{A}]", [WEATHER]),
+    (
+        "hermes",
+        "<tool_call>{'name': 'time', 'arguments': {'a': True, 'b': \"it's\"}}</tool_call>",
+        [("time", {"a": True, "b": "it's"})],
+    ),
+    ("hermes", '<tool_call>{"name": "time", "arguments": {"a": "x\n\ty"}}</tool_call>', [("time", {"a": "x\n\ty"})]),
+    ("hermes", '<tool_call>{"name": "time", "arguments": null}</tool_call>', [("time", {})]),
+    ("hermes", '<tool_call>{"name": "time", "arguments": {"a": NaN}}</tool_call>', [("time", {"a": None})]),
+    (
+        "pythonic",
+        "[weather(city='Bern', days=[1, 2.5, None, True]), time()]",
+        [("weather", {"city": "Bern", "days": [1, 2.5, None, True]}), ("time", {})],
+    ),
+    ("pythonic", "<|python_tag|>[time(a={'b': \"]'\"}, c=true)]", [("time", {"a": {"b": "]'"}, "c": True})]),
+    (
+        "qwen3_coder",
+        "Let me see.\n<tool_call>\n<function=time>\n<parameter=a>\n1\n</parameter>\n"
+        "<parameter=b>\nline\n<b>two</b> </tool_call>\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=weather>\n</function>\n</tool_call>",
+        [("time", {"a": 1, "b": "line\n<b>two</b> </tool_call>"}), ("weather", {})],
+    ),
+    (
+        "qwen3_coder",
+        "<function=time>\n<parameter=a>\n[True, None]\n</parameter></function>",
+        [("time", {"a": [True, None]})],
+    ),
+    ("qwen3_coder", "<function=time>\n<parameter=a>\n[1]\n</parameter>\n</function>", [("time", {"a": [1]})]),
+    (
+        "qwen3_coder",
+        "<tool_call><function=time></function><function=weather></function></tool_call>",
+        [("time", {}), ("weather", {})],
+    ),
 ]
 
 
@@ -63,6 +101,7 @@ STORIES = [
 @pytest.mark.parametrize(("form", "text", "calls"), STORIES)
 @pytest.mark.parametrize("live", [False, True])
 def test_calls_of_every_form_are_found(form: str, text: str, calls: list[Any], live: bool):
+    live = live and is_json(text)  # only a grammar makes calls live, and it makes JSON
     said, found, _ = read(parser_of(form, NAMES, live=live), text)
 
     assert found == calls
@@ -73,10 +112,15 @@ def test_calls_of_every_form_are_found(form: str, text: str, calls: list[Any], l
 @given(st.sampled_from(STORIES), st.lists(st.integers(0, 500), max_size=12), st.booleans())
 def test_the_pieces_do_not_matter(story: tuple[str, str, list[Any]], cuts: list[int], live: bool):
     form, text, calls = story
+    live = live and is_json(text)
     said, found, _ = read(parser_of(form, NAMES, live=live), text, cuts)
 
     assert found == calls
     assert said == read(parser_of(form, NAMES, live=live), text)[0]
+
+
+def is_json(text: str) -> bool:
+    return not any(sign in text for sign in ("'name'", "\n\t", "null}", "NaN"))
 
 
 TEXTS = [
@@ -89,6 +133,16 @@ TEXTS = [
     ("llama3", '{"answer": 42}'),
     ("llama3", "Just words; with a {brace}."),
     ("mistral", "plain words [TOOL_CALL no"),
+    ("qwen3_coder", "I use <tool_call> tags, and <function=time> too"),
+    ("qwen3_coder", "<tool_call>\n<function=nobody>\n</function>\n</tool_call> and on"),
+    ("qwen3_coder", "<tool_call>\n<function=time>\n<parameter=a>\ncut"),
+    ("qwen3_coder", "<tool_call> <tool_call> <function= <"),
+    ("pythonic", "[1, 2] is a list"),
+    ("pythonic", "[nobody(a=1)]"),
+    ("pythonic", "[time(a="),
+    ("phi4_mini", "functools, a module; <|tool_call|>"),
+    ("llama3", '[1, 2] and {"name": "nobody"}'),
+    ("llama3", "; ] , so it begins"),
 ]
 
 
@@ -97,13 +151,49 @@ def test_what_is_no_call_stays_text(form: str, text: str):
     for cuts in ([], list(range(len(text)))):
         said, found, _ = read(parser_of(form, NAMES), text, cuts)
         assert found == []
-        # The marks of calls may go; what they enclosed may not.
-        assert said.strip()
-        assert without_marks(said) == without_marks(text)
+        assert said.strip() == text.strip()
 
 
-def without_marks(text: str) -> str:
-    return text.replace("<tool_call>", "").replace("</tool_call>", "").strip()
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "mistral", "phi4_mini", "llama3", "pythonic"])
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "<tool_call>",
+                "</tool_call>",
+                "<function=time>",
+                "</function>",
+                "[TOOL_CALLS]",
+                "[",
+                "]",
+                ", ",
+                "{",
+                "}",
+                '{"name"',
+                ': "time"',
+                "functools",
+                "<|tool_call|>",
+                "<|python_tag|>",
+                "words",
+                " ",
+                "\n",
+                "'",
+                '"',
+                "time(",
+            ]
+        ),
+        max_size=10,
+    ),
+    st.lists(st.integers(0, 200), max_size=6),
+)
+def test_text_without_a_call_keeps_every_visible_character(form: str, parts: list[str], cuts: list[int]):
+    """review/api-users.md 6: a marker that is only mentioned is text."""
+    text = "".join(parts)
+    said, found, _ = read(parser_of(form, {"nobody"}), text, cuts)
+
+    assert found == []
+    assert "".join(said.split()) == "".join(text.split())
 
 
 def test_a_live_call_streams_its_name_first_and_then_its_arguments_in_pieces():
@@ -120,6 +210,14 @@ def test_a_call_that_is_cut_off_gives_only_what_was_said_of_it():
 
     assert isinstance(events[0], CallStart)
     assert "".join(e.arguments for e in events if isinstance(e, CallDelta)) == '{"zone": "Eur'
+
+
+@pytest.mark.parametrize("rest", ["\n", "\n</tool_c", "</tool_call>", "\n</tool_call>\n<tool_c"])
+def test_what_stands_after_a_call_is_no_text_where_the_answer_is_cut_off(rest: str):
+    said, found, _ = read(parser_of("hermes", NAMES), f"<tool_call>{A}{rest}")
+
+    assert found == [WEATHER]
+    assert said.strip() in {"", "<tool_c"}
 
 
 def test_with_parallel_calls_off_the_first_one_counts():
@@ -144,19 +242,6 @@ def a_request(**fields: Any) -> ChatRequest:
     return ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "tools": tools} | fields)
 
 
-@pytest.mark.parametrize(
-    ("source", "form"),
-    [
-        ("{% if tools %}<tool_call>{% endif %}", "hermes"),
-        ("{{ tools }}[TOOL_CALLS]", "mistral"),
-        ("{{ tools }}<|python_tag|>", "llama3"),
-        ("{{ tools }}", "hermes"),
-    ],
-)
-def test_the_template_says_how_its_model_calls(source: str, form: str):
-    assert tool_use(a_request(), ChatTemplate(source, {})).form == form
-
-
 def test_tools_that_the_model_is_not_shown_are_refused_unless_forced():
     silent = ChatTemplate("{{ messages[0].content }}", {})
     with pytest.raises(ApiError) as refusal:
@@ -165,17 +250,6 @@ def test_tools_that_the_model_is_not_shown_are_refused_unless_forced():
     assert refusal.value.param == "tools"
     assert tool_use(a_request(tool_choice="none"), silent).form == ""
     assert tool_use(a_request(tool_choice="required"), silent).grammar is not None
-
-
-def test_definitions_of_functions_move_to_the_root():
-    def tool(name: str, definition: dict[str, Any]) -> Tool:
-        parameters = {"type": "object", "properties": {"p": {"$ref": "#/$defs/P"}}, "$defs": {"P": definition}}
-        return Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
-
-    same = schema_of_calls((tool("a", {"type": "string"}), tool("b", {"type": "string"})), None)
-    assert same["$defs"] == {"P": {"type": "string"}}
-    with pytest.raises(ApiError):
-        schema_of_calls((tool("a", {"type": "string"}), tool("b", {"type": "number"})), None)
 
 
 LONG = {
@@ -200,10 +274,10 @@ def test_each_character_of_an_answer_is_looked_at_a_few_times(
     """No text that grows is built again for each character, and JSON is parsed when it is complete."""
     parsed = 0
 
-    def loads(raw: str) -> Any:
+    def loads(raw: str, **options: Any) -> Any:
         nonlocal parsed
         parsed += len(raw)
-        return json.loads(raw)
+        return json.loads(raw, **options)
 
     monkeypatch.setattr(tool_calls, "json", SimpleNamespace(loads=loads, dumps=json.dumps))
     parser = parser_of(form, NAMES, live=live)

@@ -102,3 +102,36 @@ async def test_a_conversation_with_calls_and_their_results_goes_on(replica: Runn
 
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 4
+
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}
+
+
+@pytest.mark.capability("SO-1")
+async def test_with_a_response_format_an_answer_that_begins_a_call_is_a_call(replica: Running):
+    """review/api-users.md 7."""
+    begun = FILES.tokenizer.encode("<tool_call>", add_special_tokens=False).ids
+    body = ASK | {"tools": [WEATHER], "response_format": FORMAT}
+    resumed = body | {"slipway_resume": {"answers": [{"output_token_ids": begun}]}, "parallel_tool_calls": False}
+
+    free = await replica.post("/v1/chat/completions", body)
+    called = await replica.post("/v1/chat/completions", resumed, headers={"x-slipway-token-ids": "resume"})
+
+    [answer] = free.json()["choices"]
+    said = answer["message"]
+    values = [said["content"]] if said["content"] else [call["function"]["arguments"] for call in said["tool_calls"]]
+    assert all(set(json.loads(value)) == {"size", "count"} for value in values)
+    [call] = called.json()["choices"][0]["message"]["tool_calls"]
+    assert set(json.loads(call["function"]["arguments"])) == {"size", "count"}
+
+
+async def test_a_format_of_the_responses_api_leaves_functions_callable(replica: Running):
+    """review/api-users.md 7."""
+    text = {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA}}
+    function = {"type": "function", **WEATHER["function"]}
+    asked = {"model": "tiny", "input": "Weather?", "max_output_tokens": 120, "temperature": 0, "tools": [function]}
+    both = await replica.post("/v1/responses", asked | {"text": text})
+    forced = await replica.post("/v1/responses", asked | {"text": text, "tool_choice": "required"})
+
+    assert both.status_code == 200, both.text
+    assert {item["type"] for item in forced.json()["output"]} == {"function_call"}
