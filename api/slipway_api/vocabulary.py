@@ -30,8 +30,16 @@ STALLED_MEANINGS: Final = {
     Reason.CREDENTIALS_INVALID: "The credentials' Secret or its key is missing, or the source refuses them.",
     Reason.PROGRESS_DEADLINE_EXCEEDED: "A rollout or first start made no progress for progressDeadlineSeconds.",
     Reason.QUOTA_EXCEEDED: "A ResourceQuota forbids the pods.",
+    Reason.REFUSED: "RBAC, an admission policy or a webhook forbids a write; an administrator of the cluster can help.",
+    Reason.NAME_CONFLICT: "An object of another owner has a name that a child of the service needs.",
     Reason.CRASH_LOOPING: "Replicas end again and again; it holds until one is ready or the spec changes.",
 }
+
+# Reasons of Stalled whose event has no other meaning: one word in the condition, in the event, and in an alert.
+_STALLED_EVENTS: Final = (
+    *(Reason.DOES_NOT_FIT, Reason.CACHE_NOT_PERMITTED, Reason.IMAGE_PULL_FAILED, Reason.MODEL_NOT_FOUND),
+    *(Reason.CREDENTIALS_INVALID, Reason.QUOTA_EXCEEDED, Reason.REFUSED, Reason.CRASH_LOOPING),
+)
 
 _MEANINGS: Final = {
     ConditionType.READY: (
@@ -125,17 +133,18 @@ EVENTS: Final = {
     EventReason.MODEL_CACHED: "All nodes that replicas may run on have the model; how many.",
     EventReason.WARM_POOL_MISS: "The warm pool has no pod for a replica; why, and what happens instead.",
     EventReason.INVALID_SPEC: "The spec breaks a rule.",
+    **{EventReason(reason.value): STALLED_MEANINGS[reason] for reason in _STALLED_EVENTS},
     EventReason.METRICS_STALE: "Some ready replicas do not report their load.",
     EventReason.SCALING_HELD: "No ready replica, or no gateway of a service at zero, reports: the number stays.",
     EventReason.SCALING_LIMITED: "A limit or a lack of capacity keeps the number below what is wanted.",
     EventReason.WAITING_FOR_GPU: "No node has a free GPU for a replica.",
-    EventReason.MODEL_DOWNLOAD_FAILED: "The model is not there, or may not be read.",
-    EventReason.REPLICA_UNHEALTHY: "A replica that served ended, hangs or is on a silent node; or none can start; why.",
+    EventReason.MODEL_DOWNLOAD_FAILED: "A pod that fills a model cache failed; why.",
+    EventReason.REPLICA_UNHEALTHY: "A replica that served ended, hangs or is on a silent node; why.",
     EventReason.REPLICA_REPLACED: "A slot gets another replica; why, and after how many failures.",
     EventReason.GPU_FAULT: "The server of a replica ended by a fault of its GPU; its successor prefers another node.",
     EventReason.NODE_DRAIN_FORCED: "A node's drain waited for maxNodeDrainBlockSeconds: evictions are allowed.",
     EventReason.DRAIN_TIMED_OUT: "A drain took longer than drain.timeoutSeconds; what was left.",
-    EventReason.NAME_CONFLICT: "An older service has the served name, or another owner's pod has a replica's name.",
+    EventReason.NAME_CONFLICT: "Another owner has the served name, or the name of a replica or of another child.",
     EventReason.ACTIVATION_TIMED_OUT: "Requests waited for the first replica of a service and gave up; how many.",
     EventReason.ACTIVATION_QUEUE_FULL: "Requests were refused while the first replica starts; how many, which limit.",
     EventReason.BUDGET_EXCEEDED: "budget.maxGPUs keeps the number below what is wanted.",

@@ -196,7 +196,7 @@ def test_a_replica_that_crashes_again_and_again_is_one_condition_and_one_warning
 
     assert find_condition(statuses[0].conditions, "Stalled").reason == "CrashLooping"
     assert texts(statuses)[0] == texts(statuses)[1]
-    assert [event.reason for event in warnings] == ["ReplicaUnhealthy"]
+    assert [event.reason for event in warnings] == ["CrashLooping"]
     assert "ended 4 times" in warnings[0].message
     assert "out of memory" in warnings[0].message
 

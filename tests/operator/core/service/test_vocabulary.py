@@ -102,6 +102,8 @@ def stalled() -> Said:
             *passes(gated, (no_secret,)),
             *passes(slow, (loading,), (loading,), (loading,)),
             *passes(service, (), failures=refused("Forbidden", QUOTA)),
+            *passes(service, (), failures=refused("Forbidden", "admission webhook denied the request")),
+            *passes(service, (), failures=refused("NameConflict", "there is a Service chat of another owner")),
             *passes(service, (crashing,)),
         ]
     )

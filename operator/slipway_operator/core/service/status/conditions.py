@@ -61,6 +61,7 @@ from slipway_operator.core.service.status.accounting import NOT_ACCOUNTED, Accou
 from slipway_operator.core.service.status.performance import measure_performance
 from slipway_operator.core.service.status.problems import Problems, find_problems
 from slipway_operator.core.service.status.scaling_status import autoscaling_status, scaling_condition
+from slipway_operator.core.words import count
 
 MOST_REVISIONS: Final = 6
 
@@ -285,7 +286,7 @@ def _conditions(
         write(ConditionType.STALLED, True, *stalled)
     else:
         conditions = remove_condition(conditions, ConditionType.STALLED)
-    if not stalled and (progress := _progress(observed, decided, enough)):
+    if not stalled and (progress := _progress(observed, decided, problems, enough)):
         write(ConditionType.RECONCILING, True, *progress)
     else:
         conditions = remove_condition(conditions, ConditionType.RECONCILING)
@@ -361,20 +362,21 @@ def _why_none(decided: Decided) -> str:
     return "no requests come: the first one starts a replica, and is held by the gateway until then"
 
 
-def _progress(observed: Observed, decided: Decided, enough: bool) -> tuple[Reason, str] | None:
-    """The reason and message of Progressing; None when nothing is under way."""
+def _progress(observed: Observed, decided: Decided, problems: Problems, enough: bool) -> tuple[Reason, str] | None:
+    """The reason and message of Reconciling; None if nothing is under way."""
     before = observed.service.status
+    causes = "".join(f"; {cause}" for cause in (*problems.refusals, *problems.obstacles))
     if decided.rollout.is_rolling:
         waits = f": {decided.progress.holds}" if decided.progress.holds else ""
         if decided.target.is_rollback:
             return (
                 Reason.ROLLING_OUT,
-                f"revision {decided.revision.hash} takes the place of {decided.target.asked.hash}",
+                f"revision {decided.revision.hash} takes the place of {decided.target.asked.hash}{causes}",
             )
-        return Reason.ROLLING_OUT, f"revision {decided.revision.hash} replaces {before.current_revision}{waits}"
+        return Reason.ROLLING_OUT, f"revision {decided.revision.hash} replaces {before.current_revision}{waits}{causes}"
     if not enough:
         wait = f"; {decided.pool_wait}" if decided.pool_wait else ""
-        return Reason.SCALING_UP, f"{decided.desired} replicas are wanted{wait}"
+        return Reason.SCALING_UP, f"{count(decided.desired, 'replica is', 'replicas are')} wanted{wait}{causes}"
     return None
 
 

@@ -12,6 +12,7 @@ from collections.abc import Set as AbstractSet
 from slipway_api.conditions import Condition, ConditionStatus, ConditionType, EventReason, Reason, find_condition
 from slipway_api.inference_status import InferenceServiceStatus
 from slipway_api.names import STATE_DRAINING
+from slipway_api.vocabulary import STALLED_MEANINGS
 from slipway_operator.core.actions import Event
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed, Replica
@@ -121,15 +122,7 @@ def _since_claim(replica: Replica) -> str:
 
 
 _WARNINGS = {
-    (ConditionType.STALLED, Reason.PROGRESS_DEADLINE_EXCEEDED): EventReason.PROGRESS_DEADLINE_EXCEEDED,
-    (ConditionType.STALLED, Reason.INVALID_SPEC): EventReason.INVALID_SPEC,
-    (ConditionType.STALLED, Reason.IMAGE_PULL_FAILED): EventReason.REPLICA_UNHEALTHY,
-    (ConditionType.STALLED, Reason.MODEL_NOT_FOUND): EventReason.MODEL_DOWNLOAD_FAILED,
-    (ConditionType.STALLED, Reason.CREDENTIALS_INVALID): EventReason.MODEL_DOWNLOAD_FAILED,
-    (ConditionType.STALLED, Reason.CACHE_NOT_PERMITTED): EventReason.REPLICA_UNHEALTHY,
-    (ConditionType.STALLED, Reason.DOES_NOT_FIT): EventReason.REPLICA_UNHEALTHY,
-    (ConditionType.STALLED, Reason.CRASH_LOOPING): EventReason.REPLICA_UNHEALTHY,
-    (ConditionType.STALLED, Reason.QUOTA_EXCEEDED): EventReason.SCALING_LIMITED,
+    **{(ConditionType.STALLED, reason): EventReason(reason.value) for reason in STALLED_MEANINGS},
     (ConditionType.ROUTE_READY, Reason.NAME_CONFLICT): EventReason.NAME_CONFLICT,
     (ConditionType.READY, Reason.WAITING_FOR_GPU): EventReason.WAITING_FOR_GPU,
     (ConditionType.CANARY_HEALTHY, Reason.INCONCLUSIVE): EventReason.CANARY_INCONCLUSIVE,

@@ -1,14 +1,13 @@
 """Finds what keeps a service from serving, and says it in sentences that also name what to do.
 
-The reason of Stalled is what only a person can change. A quota is also told while some of a fixed number of replicas
-serve, the others only while none does:
+The reason of Stalled is a cause that only a person can remove. Refused writes are also reported while replicas serve,
+the others only while none does:
 
 | seen                                                    | reason             |
 |---------------------------------------------------------|--------------------|
 | the model does not fit its hardware, by arithmetic      | DoesNotFit         |
 | model.cache.policy Node, which is not permitted         | CacheNotPermitted  |
-| the API server refuses pods: over quota                 | QuotaExceeded      |
-| the API server refuses pods: not valid                  | InvalidSpec        |
+| the API server refuses a write                          | see `refusals`     |
 | the kubelet cannot pull the image                       | ImagePullFailed    |
 | the credentials' Secret, or its key, is not there       | CredentialsInvalid |
 | another Secret or ConfigMap of the environment is not   | InvalidSpec        |
@@ -33,12 +32,14 @@ from slipway_api.inference_status import AttemptStatus
 from slipway_api.memory import DoesNotFit
 from slipway_api.runtime_api import ReadyReason
 from slipway_operator.core.health import Member, Stage
-from slipway_operator.core.observed import Failure, Observed, Replica
+from slipway_operator.core.observed import Observed, Replica
 from slipway_operator.core.service.model import model_access
 from slipway_operator.core.service.model.fit import check_fit
-from slipway_operator.core.service.model.model_cache import describe_forbidden, find_refusal
+from slipway_operator.core.service.model.model_cache import find_refusal
 from slipway_operator.core.service.model.pulls import is_pull
 from slipway_operator.core.service.rollout.revision import Revision
+from slipway_operator.core.service.status.refusals import describe_refusal, find_refusal_cause, is_quota_refusal
+from slipway_operator.core.words import count
 
 CRASHES_UNTIL_STALLED: Final = 3  # two restarts may be a slow node; three are a pattern
 PROBLEMS_SHOWN: Final = 3
@@ -86,6 +87,7 @@ class Problems:
 
     replicas: tuple[str, ...] = ()  # sentences about replicas that do not serve, worst first
     refusals: tuple[str, ...] = ()  # what the API server refused
+    obstacles: tuple[str, ...] = ()  # what keeps a rollout from going on, with the remedy
     stalled: tuple[Reason, str] | None = None  # a person has to act
     waits_for_gpu: bool = False
     downloads: bool = False  # a replica brings the model to its node, or failed to and starts over
@@ -119,9 +121,9 @@ def find_problems(
             *(describe_replica(one, observed, revision) for one in not_serving),
             *(_describe_pause(status) for status in waiting),
         ),
-        refusals=tuple(_describe_refusal(one) for one in observed.failures if not is_pull(one.action)),
+        refusals=tuple(describe_refusal(one) for one in observed.failures if not is_pull(one.action)),
         stalled=(
-            find_quota_refusal(observed, num_ready)
+            find_refusal_cause(observed, num_ready)
             if num_ready
             else find_stall_cause(observed, members, revision, attempts)
         ),
@@ -139,15 +141,8 @@ def find_stall_cause(
         return Reason.CACHE_NOT_PERMITTED, f"no replica is started: {refusal}"
     if isinstance(fit := check_fit(revision.apply_to(observed.service).spec), DoesNotFit):
         return Reason.DOES_NOT_FIT, f"no replica is started: {fit.message}"
-    for failure in observed.failures:
-        if is_pull(failure.action):
-            continue  # condition ModelCached tells it: replicas may start all the same
-        if is_quota_refusal(failure):
-            return _describe_quota(failure)
-        if forbidden := describe_forbidden(failure):
-            return Reason.CACHE_NOT_PERMITTED, forbidden
-        if failure.reason == "Invalid" and failure.action.startswith("CreatePod"):
-            return Reason.INVALID_SPEC, f"the API server refuses the pods of this spec: {failure.message}"
+    if (refused := find_refusal_cause(observed, num_ready=0)) is not None:
+        return refused
     told = _told_of_revision(observed, revision)
     was_crash_looping = told is not None and told.reason == Reason.CRASH_LOOPING
     mine = [one for one in members if one.replica.revision == revision.hash]
@@ -166,29 +161,12 @@ def find_stall_cause(
     return None
 
 
-def find_quota_refusal(observed: Observed, num_ready: int) -> tuple[Reason, str] | None:
-    """Finds the quota that forbids the rest of the replicas that the spec fixes, while `num_ready` of them serve.
-
-    Where the autoscaler decides the number, ScalingActive says LimitedByCapacity, and nobody has to act.
-    """
-    wanted = observed.service.fixed_replicas
-    if wanted is None or num_ready >= wanted:
-        return None
-    return next((_describe_quota(failure) for failure in observed.failures if is_quota_refusal(failure)), None)
-
-
 def find_capacity_shortage(observed: Observed, members: Sequence[Member]) -> str:
     """Says why further replicas could not be placed; empty when nothing is known against it."""
     waiting = [one for one in members if _is_unschedulable(one)]
     if waiting:
         return _describe_unschedulable(waiting[0].replica)
     return next((failure.message for failure in observed.failures if is_quota_refusal(failure)), "")
-
-
-def is_quota_refusal(failure: Failure) -> bool:
-    """Whether the API server refused a replica because of a quota."""
-    is_replica = failure.action.startswith("CreatePod") and not is_pull(failure.action)
-    return is_replica and "exceeded quota" in failure.message
 
 
 # --- sentences --------------------------------------------------------------------------------------------------------
@@ -250,7 +228,7 @@ def _describe_start(member: Member, observed: Observed) -> str:
 
 
 def _describe_restarts(replica: Replica) -> str:
-    name, ended = replica.name, _times(ended_runs(replica))
+    name, ended = replica.name, count(ended_runs(replica), "time")
     last = f", last with {replica.last_exit}" if replica.last_exit else ""
     return f"{name} ended {ended} and is started again{last}; see kubectl logs {name} --previous"
 
@@ -261,29 +239,17 @@ def _describe_unschedulable(replica: Replica) -> str:
 
 def _describe_pause(status: AttemptStatus) -> str:
     last = f": {status.last_end}" if status.last_end else ""
-    return f"slot {status.slot} failed {_times(status.failures)} and pauses before attempt {status.attempt}{last}"
+    return (
+        f"slot {status.slot} failed {count(status.failures, 'time')} and pauses before attempt {status.attempt}{last}"
+    )
 
 
 def _describe_failed_slot(status: AttemptStatus) -> str:
     last = f"; {status.last_end}" if status.last_end else ""
     return (
-        f"slot {status.slot} failed {_times(status.failures)} in a row{last}; "
+        f"slot {status.slot} failed {count(status.failures, 'time')} in a row{last}; "
         "see the events of the service and the logs of its pods"
     )
-
-
-def _describe_refusal(failure: Failure) -> str:
-    # An object of another owner is left alone by the operator itself; that message is a whole sentence.
-    is_ours = failure.reason == Reason.NAME_CONFLICT
-    return failure.message if is_ours else f"the API server refused {failure.action}: {failure.message}"
-
-
-def _describe_quota(failure: Failure) -> tuple[Reason, str]:
-    return Reason.QUOTA_EXCEEDED, f"{failure.message}; raise the quota or lower the number of replicas"
-
-
-def _times(count: int) -> str:
-    return "1 time" if count == 1 else f"{count} times"
 
 
 def _image_not_pulled(replica: Replica, observed: Observed, revision: Revision) -> tuple[str, str]:
