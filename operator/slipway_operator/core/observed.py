@@ -20,6 +20,7 @@ from slipway_operator.core.adapter.observed import AttachedAdapter
 from slipway_operator.core.pulls import PullsSeen
 from slipway_operator.core.warm_pool.supply import WarmSupply
 
+Hold = Literal["", "Gated", "Unseen"]
 Phase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
 
 TokenDigests = Callable[[str, str, str], tuple[str, ...]]
@@ -113,12 +114,19 @@ class Replica:
     phase_message: str = ""
     node: str = ""  # spec.nodeName; "" while unscheduled
     unschedulable: str = ""  # the scheduler's message while PodScheduled=False with reason Unschedulable
+    held: Hold = ""  # why no scheduler places it: a scheduling gate, or none has looked at it yet
+    initializing: str = ""  # the init container that runs, or is about to; "": none, or it has no node
+    is_creating: bool = False  # it has a node, and the kubelet has started none of its containers
     ready: bool = False  # condition Ready
+    server_ready: bool = False  # containerStatuses[server].ready: other containers keep the pod from being ready
+    unready_message: str = ""  # reason and message of condition Ready while it is not True
     ready_since: datetime | None = None  # lastTransitionTime of condition Ready while it is True
     unready_since: datetime | None = None  # ... while it is not True
     started: bool = False  # containerStatuses[server].started: this run of the server was ready once
     scheduled_at: datetime | None = None  # lastTransitionTime of condition PodScheduled while it is True
-    waiting_reason: str = ""  # containerStatuses[server].state.waiting: ImagePullBackOff, CrashLoopBackOff ...
+    # The container that keeps the pod from being ready: `server`, or another one that fails, or an init container.
+    container: str = ""  # its name; "": the server
+    waiting_reason: str = ""  # its state.waiting: ImagePullBackOff, CrashLoopBackOff ...
     waiting_message: str = ""
     is_terminated: bool = False  # the present run has ended, and the kubelet has not written the next state yet
     restarts: int = 0

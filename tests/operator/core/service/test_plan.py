@@ -121,7 +121,7 @@ def test_a_crash_looping_replica_gets_another_try_elsewhere_and_the_service_says
     world.run(2)
     stalled = world.condition("Stalled")
     assert stalled.reason == "CrashLooping"
-    assert f"kubectl logs {name} --previous" in stalled.message
+    assert f"kubectl logs -n demo {name} --previous" in stalled.message
     assert world.condition("Ready").reason == "CrashLooping"
     assert world.condition("Ready").status is ConditionStatus.FALSE
 

@@ -384,10 +384,13 @@ def progress_deadline(observed: Observed, decided: Decided) -> datetime | None:
     """When the rollout, or the first start, will have made no progress for too long; None when it is done."""
     if _is_settled(decided) or observed.service.status.update_revision != decided.target.asked.hash:
         return None  # done, or begun this very moment
+    if any(one.stage.is_queued and one.replica.revision == decided.revision.hash for one in decided.members):
+        return None  # who holds the queue decides when the time begins
     new = [one.replica for one in decided.members if one.replica.revision == decided.revision.hash]
     old = [one.replica for one in decided.members if one.replica.revision != decided.revision.hash]
     # Only steps that no retry repeats are progress: a first attempt, a replica that became ready, one that ended.
     moments = [one.created_at for one in new if one.attempt == 0]
+    moments += [one.scheduled_at for one in new if one.attempt == 0 and one.scheduled_at]
     moments += [one.ready_since for one in new if one.ready and one.ready_since]
     moments += [one.drain_started for one in old if one.drain_started]
     reconciling = find_condition(observed.service.status.conditions, ConditionType.RECONCILING)
@@ -409,7 +412,8 @@ def _past_deadline(
     if was and (was.reason != Reason.PROGRESS_DEADLINE_EXCEEDED or before.update_revision != decided.target.asked.hash):
         was = None
     # Attempts begin and end while it is stalled, so an old deadline may no longer follow from them: it still holds.
-    still = was is not None and (deadline is None or deadline <= was.last_transition_time)
+    is_queued = any(one.stage.is_queued for one in decided.members)
+    still = was is not None and not is_queued and (deadline is None or deadline <= was.last_transition_time)
     if not still and (deadline is None or now < deadline):
         return None
     seconds = observed.service.spec.rollout.progress_deadline_seconds

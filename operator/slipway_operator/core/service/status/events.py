@@ -19,7 +19,7 @@ from slipway_operator.core.observed import Observed, Replica
 from slipway_operator.core.service.replicas.suspension import find_suspension_events, is_suspended
 from slipway_operator.core.service.status.advice import find_advice, find_load_advice
 from slipway_operator.core.service.status.conditions import Decided
-from slipway_operator.core.service.status.problems import describe_replica
+from slipway_operator.core.service.status.problems import describe_replica, ended_runs, is_unready_in
 from slipway_operator.core.service.status.scaling_status import scaling_events
 
 
@@ -31,6 +31,7 @@ def find_events(observed: Observed, after: InferenceServiceStatus, decided: Deci
         *_scaling_events(observed, after, decided),
         *_rollout_events(before, after),
         *_failure_events(observed, decided),
+        *_causes_found(observed, decided),
         *_ready_events(before, observed.ready_before, decided),
         *find_warnings(before, after),
         *find_advice(observed.service),
@@ -86,6 +87,25 @@ def _failure_events(observed: Observed, decided: Decided) -> list[Event]:
             pod=name,
         )
         for name, sentence in sorted(sentences.items())
+    ]
+
+
+def _causes_found(observed: Observed, decided: Decided) -> list[Event]:
+    """How a replica ended whose probe had failed before: the kubelet often writes that a moment later.
+
+    The status before still says that the replica is unready, so each end is reported once.
+    """
+    was = find_condition(observed.service.status.conditions, ConditionType.WORKLOAD_AVAILABLE)
+    return [
+        Event(
+            reason=EventReason.REPLICA_UNHEALTHY,
+            action="Observe",
+            message=describe_replica(one, observed, decided.revision),
+            pod=one.replica.name,
+        )
+        for one in decided.members
+        if was is not None and ended_runs(one.replica) and one.replica.last_exit and not one.is_ready
+        if is_unready_in(was.message, one.replica) and not _was_asked_to_go(one.replica)
     ]
 
 

@@ -31,7 +31,7 @@ from slipway_api.conditions import Condition, ConditionType, Reason, find_condit
 from slipway_api.inference_status import AttemptStatus
 from slipway_api.memory import DoesNotFit
 from slipway_api.runtime_api import ReadyReason
-from slipway_operator.core.health import Member, Stage
+from slipway_operator.core.health import STARTING, Member, Stage
 from slipway_operator.core.observed import Observed, Replica
 from slipway_operator.core.service.model import model_access
 from slipway_operator.core.service.model.fit import check_fit
@@ -43,6 +43,8 @@ from slipway_operator.core.words import count
 
 CRASHES_UNTIL_STALLED: Final = 3  # two restarts may be a slow node; three are a pattern
 PROBLEMS_SHOWN: Final = 3
+UNREADY: Final = " is not ready any more: "
+PROBE_FAILS: Final = "its readiness probe fails"
 
 # What begins the termination message of a runtime that only a person can help -> reason, and the sentence of the rest.
 _TERMINATION_MESSAGES: Final = {
@@ -67,6 +69,8 @@ _STAGE_SENTENCES: Final = {
     Stage.IMAGE_ERROR: "{replica} cannot pull its image",
     Stage.CONFIG_ERROR: "{replica} lacks a part of its environment",
     Stage.CRASHING: "{replica} keeps crashing",
+    Stage.GATED: "{replica} is held in a queue by a scheduling gate",
+    Stage.UNSEEN: "{replica} waits for a scheduler",
     Stage.UNSCHEDULABLE: "{replica} waits for a node",
     Stage.LOADING: "{replica} is loading",
 }
@@ -174,32 +178,57 @@ def find_capacity_shortage(observed: Observed, members: Sequence[Member]) -> str
 
 def describe_replica(member: Member, observed: Observed, revision: Revision) -> str:
     """Says why this replica does not serve."""
-    replica = member.replica
+    replica, place = member.replica, f"-n {observed.service.metadata.namespace} {member.replica.name}"
     match member.stage:
         case Stage.IMAGE_ERROR:
             image, field = _image_not_pulled(replica, observed, revision)
-            return (
-                f"{replica.name} cannot pull image {image}: {_pull_error(replica)}; check {field} and imagePullSecrets"
-            )
+            return f"{replica.name} cannot pull {image}: {_pull_error(replica)}; check {field} and imagePullSecrets"
         case Stage.CONFIG_ERROR:
-            return f"{replica.name} cannot be started: {replica.waiting_message or replica.waiting_reason}"
+            return f"{_subject(replica)} cannot be started: {replica.waiting_message or replica.waiting_reason}"
         case Stage.DEAD:
             how = replica.phase_reason or replica.last_exit or replica.phase
             return f"{replica.name} has ended: {how}"
         case Stage.UNREADY | Stage.UNHEALTHY:
             return _describe_unready(member, observed)
-        case Stage.CRASHING | Stage.LOADING if ended_runs(replica):
-            return _describe_restarts(replica)
-        case Stage.OVERDUE:
-            seconds = observed.service.spec.runtime.startup_timeout_seconds
-            return f"{replica.name} did not become ready within {seconds}s; see kubectl logs {replica.name}"
+        case Stage.GATED:
+            return (
+                f"{replica.name} is held in a queue by a scheduling gate; whoever set the gate decides when it starts"
+            )
+        case Stage.UNSEEN:
+            return f"{replica.name} waits for a scheduler; if this lasts, check schedulerName of spec.template.spec"
         case Stage.UNSCHEDULABLE:
             return _describe_unschedulable(replica)
         case Stage.LOST:
             return f"node {replica.node} of {replica.name} does not answer"
+        case Stage.CRASHING | Stage.LOADING | Stage.OVERDUE if ended_runs(replica):
+            return _describe_restarts(replica, place)
+        case Stage.OVERDUE if replica.waiting_reason not in STARTING:
+            said = f": {replica.waiting_message}" if replica.waiting_message else ""
+            return f"{_subject(replica)} cannot be started: {replica.waiting_reason}{said}"
+        case Stage.OVERDUE:
+            seconds = observed.service.spec.runtime.startup_timeout_seconds
+            late = f"{replica.name} did not become ready within {seconds}s"
+            if before := _describe_before_server(replica, place):
+                return f"{late}: {before}"
+            return f"{late}; see kubectl logs {place}"
         case Stage.LOADING:
-            return _describe_start(member, observed)
+            before = _describe_before_server(replica, place)
+            return f"{replica.name}: {before}" if before else _describe_start(member, observed)
     return describe_stage(member)
+
+
+def _describe_before_server(replica: Replica, place: str) -> str:
+    """What a pod does whose server has not started; empty: the server has."""
+    if replica.initializing:
+        return f"init container {replica.initializing} has not finished; see kubectl logs {place} -c {replica.initializing}"
+    if replica.is_creating:
+        return f"node {replica.node} has not started its containers yet (images, volumes); see kubectl describe pod {place}"
+    return ""
+
+
+def _subject(replica: Replica) -> str:
+    """`chat-x7k2p-0-0`, or `container proxy of chat-x7k2p-0-0`."""
+    return f"container {replica.container} of {replica.name}" if replica.container else replica.name
 
 
 def describe_stage(member: Member) -> str:
@@ -211,10 +240,27 @@ def _describe_unready(member: Member, observed: Observed) -> str:
     replica, node = member.replica, observed.nodes.get(member.replica.node)
     if replica.sample is not None and replica.sample.draining:
         return f"{replica.name} is draining"
-    said = _WHY_NOT_READY.get(replica.sample.not_ready if replica.sample else "", "its readiness probe fails")
-    why = said if node is None or node.ready else f"node {replica.node} does not answer"
+    why = f"node {replica.node} does not answer" if node is not None and not node.ready else _why_unready(replica)
     consequence = ", for so long that it is to be replaced" if member.stage is Stage.UNHEALTHY else ""
-    return f"{replica.name} is not ready any more: {why}{consequence}"
+    return f"{replica.name}{UNREADY}{why}{consequence}"
+
+
+def is_unready_in(message: str, replica: Replica) -> bool:
+    """Whether a message of a condition says that this replica is unready, and nothing more than that its probe fails."""
+    return f"{replica.name}{UNREADY}{PROBE_FAILS}" in message
+
+
+def _why_unready(replica: Replica) -> str:
+    """The cause that the kubelet or the replica itself reports; nothing is asserted that neither has."""
+    said = _WHY_NOT_READY.get(replica.sample.not_ready if replica.sample else "", "")
+    if said:
+        return said
+    if replica.container:
+        last = f", last with {replica.last_exit}" if replica.last_exit else f": {replica.waiting_reason}"
+        return f"container {replica.container} ended {count(ended_runs(replica), 'time')}{last}"
+    if replica.is_terminated:
+        return f"its server has ended{': ' if replica.last_exit else ''}{replica.last_exit}"
+    return f"its pod has {replica.unready_message}" if replica.server_ready else PROBE_FAILS
 
 
 def _describe_start(member: Member, observed: Observed) -> str:
@@ -227,10 +273,13 @@ def _describe_start(member: Member, observed: Observed) -> str:
     return f"{replica.name} {activity}{before}"
 
 
-def _describe_restarts(replica: Replica) -> str:
-    name, ended = replica.name, count(ended_runs(replica), "time")
+def _describe_restarts(replica: Replica, place: str) -> str:
+    ended = count(ended_runs(replica), "time")
     last = f", last with {replica.last_exit}" if replica.last_exit else ""
-    return f"{name} ended {ended} and is started again{last}; see kubectl logs {name} --previous"
+    container = f" -c {replica.container}" if replica.container else ""
+    return (
+        f"{_subject(replica)} ended {ended} and is started again{last}; see kubectl logs {place}{container} --previous"
+    )
 
 
 def _describe_unschedulable(replica: Replica) -> str:
@@ -253,11 +302,13 @@ def _describe_failed_slot(status: AttemptStatus) -> str:
 
 
 def _image_not_pulled(replica: Replica, observed: Observed, revision: Revision) -> tuple[str, str]:
-    """The image, and the field that names it: that of the runtime, or of an oci:// model, which is a volume."""
+    """The image, and the field that names it: of the runtime, of an oci:// model (a volume), or of another container."""
     model = model_access.image(observed.service.spec.model)
     if model is not None and model in replica.waiting_message:
-        return model, "spec.model.uri"
-    return revision.image, "spec.runtime.image"
+        return f"image {model}", "spec.model.uri"
+    if replica.container:
+        return f"the image of container {replica.container}", "its image"
+    return f"image {revision.image}", "spec.runtime.image"
 
 
 def _pull_error(replica: Replica) -> str:
@@ -275,7 +326,7 @@ def _stall_cause_of(
     match member.stage:
         case Stage.IMAGE_ERROR:
             return Reason.IMAGE_PULL_FAILED, describe_replica(member, observed, revision)
-        case Stage.CONFIG_ERROR:
+        case Stage.CONFIG_ERROR if replica.waiting_reason == "CreateContainerConfigError":
             return _credentials_problem(replica, observed) or (
                 Reason.INVALID_SPEC,
                 f"{describe_replica(member, observed, revision)}; check the env of spec.runtime and spec.template",
