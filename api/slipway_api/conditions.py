@@ -53,6 +53,7 @@ class Reason(StrEnum):
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
     QUOTA_EXCEEDED = "QuotaExceeded"
     REFUSED = "Refused"
+    NO_SUITABLE_NODE = "NoSuitableNode"
     CRASH_LOOPING = "CrashLooping"
     # Ready=True, and WorkloadAvailable
     AVAILABLE = "Available"
@@ -64,8 +65,10 @@ class Reason(StrEnum):
     LOADING = "Loading"
     DOWNLOADING_MODEL = "DownloadingModel"
     WAITING_FOR_GPU = "WaitingForGPU"
+    UNSCHEDULABLE = "Unschedulable"
     # RouteReady
     ROUTED = "Routed"
+    NO_GATEWAY = "NoGateway"
     NAME_CONFLICT = "NameConflict"
     # Suspended
     SUSPENDED = "Suspended"
@@ -128,11 +131,14 @@ class EventReason(StrEnum):
     CREDENTIALS_INVALID = "CredentialsInvalid"
     QUOTA_EXCEEDED = "QuotaExceeded"
     REFUSED = "Refused"
+    NO_SUITABLE_NODE = "NoSuitableNode"
     CRASH_LOOPING = "CrashLooping"
+    NO_GATEWAY = "NoGateway"
     METRICS_STALE = "MetricsStale"
     SCALING_HELD = "ScalingHeld"
     SCALING_LIMITED = "ScalingLimited"
     WAITING_FOR_GPU = "WaitingForGPU"
+    UNSCHEDULABLE = "Unschedulable"
     MODEL_DOWNLOAD_FAILED = "ModelDownloadFailed"
     REPLICA_UNHEALTHY = "ReplicaUnhealthy"
     REPLICA_REPLACED = "ReplicaReplaced"

@@ -160,3 +160,5 @@ CREDENTIALS: Final = (
     "AWS_ENDPOINT_URL",
     "HTTP_BEARER_TOKEN",
 )
+
+GPU_PRODUCT_LABEL: Final = "nvidia.com/gpu.product"  # of nodes, by NVIDIA's GPU feature discovery

@@ -31,6 +31,7 @@ STALLED_MEANINGS: Final = {
     Reason.PROGRESS_DEADLINE_EXCEEDED: "A rollout or first start made no progress for progressDeadlineSeconds.",
     Reason.QUOTA_EXCEEDED: "A ResourceQuota forbids the pods.",
     Reason.REFUSED: "RBAC, an admission policy or a webhook forbids a write; an administrator of the cluster can help.",
+    Reason.NO_SUITABLE_NODE: "No node has so many GPUs, or of this product, used or free; the message names both.",
     Reason.NAME_CONFLICT: "An object of another owner has a name that a child of the service needs.",
     Reason.CRASH_LOOPING: "Replicas end again and again; it holds until one is ready or the spec changes.",
 }
@@ -39,6 +40,7 @@ STALLED_MEANINGS: Final = {
 _STALLED_EVENTS: Final = (
     *(Reason.DOES_NOT_FIT, Reason.CACHE_NOT_PERMITTED, Reason.IMAGE_PULL_FAILED, Reason.MODEL_NOT_FOUND),
     *(Reason.CREDENTIALS_INVALID, Reason.QUOTA_EXCEEDED, Reason.REFUSED, Reason.CRASH_LOOPING),
+    Reason.NO_SUITABLE_NODE,
 )
 
 _MEANINGS: Final = {
@@ -51,6 +53,11 @@ _MEANINGS: Final = {
         (_UNKNOWN, Reason.LOADING, "Replicas start for the first time."),
         (_UNKNOWN, Reason.DOWNLOADING_MODEL, "A replica downloads the model to its node."),
         (_UNKNOWN, Reason.WAITING_FOR_GPU, "No node has a free GPU for a replica."),
+        (
+            _UNKNOWN,
+            Reason.UNSCHEDULABLE,
+            "No node takes a replica, for another cause than GPUs: taints, labels, volumes.",
+        ),
     ),
     ConditionType.STALLED: tuple((_TRUE, reason, meaning) for reason, meaning in STALLED_MEANINGS.items()),
     ConditionType.RECONCILING: (
@@ -65,6 +72,7 @@ _MEANINGS: Final = {
     ConditionType.ROUTE_READY: (
         (_TRUE, Reason.ROUTED, "The gateway serves it under its served name."),
         (_FALSE, Reason.NO_READY_REPLICAS, "There is no replica to route to."),
+        (_FALSE, Reason.NO_GATEWAY, "No gateway answers the operator; the message has the command to see why."),
         (_FALSE, Reason.NAME_CONFLICT, "An older service has the served name."),
     ),
     ConditionType.SCALING_ACTIVE: (
@@ -134,10 +142,12 @@ EVENTS: Final = {
     EventReason.WARM_POOL_MISS: "The warm pool has no pod for a replica; why, and what happens instead.",
     EventReason.INVALID_SPEC: "The spec breaks a rule.",
     **{EventReason(reason.value): STALLED_MEANINGS[reason] for reason in _STALLED_EVENTS},
+    EventReason.NO_GATEWAY: "No gateway answers the operator: no client reaches the service.",
     EventReason.METRICS_STALE: "Some ready replicas do not report their load.",
     EventReason.SCALING_HELD: "No ready replica, or no gateway of a service at zero, reports: the number stays.",
     EventReason.SCALING_LIMITED: "A limit or a lack of capacity keeps the number below what is wanted.",
-    EventReason.WAITING_FOR_GPU: "No node has a free GPU for a replica.",
+    EventReason.WAITING_FOR_GPU: "No node has a free GPU for a replica, or none for the surge of a rollout.",
+    EventReason.UNSCHEDULABLE: "No node takes a replica, for another cause than GPUs.",
     EventReason.MODEL_DOWNLOAD_FAILED: "A pod that fills a model cache failed; why.",
     EventReason.REPLICA_UNHEALTHY: "A replica that served ended, hangs or is on a silent node; why.",
     EventReason.REPLICA_REPLACED: "A slot gets another replica; why, and after how many failures.",

@@ -20,7 +20,8 @@
 | LOADING       | otherwise                                            | yes            | coming capacity            |
 
 While most nodes of the cluster look lost at once (`Observed.disrupted`), the fault is more likely between us and them:
-nothing is LOST, UNHEALTHY or OVERDUE on such a node. A pod without a node has no clock. node-lifecycle-controller stops its evictions in the same case.
+nothing is LOST, UNHEALTHY or OVERDUE on such a node. node-lifecycle-controller stops its evictions in the same
+case. A pod that is GATED, UNSEEN or UNSCHEDULABLE has no clock.
 """
 
 from collections.abc import Iterable, Mapping
@@ -79,7 +80,7 @@ class Stage(Enum):
 
     @property
     def is_queued(self) -> bool:
-        """Whether no scheduler considers its pod yet: time in a queue counts neither as start-up nor against progress."""
+        """Whether no scheduler considers its pod yet: time in a queue is neither start-up nor a lack of progress."""
         return self in (Stage.GATED, Stage.UNSEEN)
 
     @property

@@ -165,6 +165,34 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayCount:
+    """How many gateways of the release namespace answer the operator."""
+
+    answering: int
+    running: int
+    """Gateways whose container runs."""
+    namespace: str
+    selector: str
+    """Labels of the pods of gateways, for `kubectl get pods -l`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPUSupply:
+    """The GPUs that the nodes of the cluster have in all, used or free, of the resource that a service asks for."""
+
+    nodes: int
+    """Nodes with that resource."""
+    largest: int
+    """The most of them on one node."""
+    largest_of_product: int
+    """The most of them on one node with the product that the service asks for; it asks for none: `largest`."""
+    products: tuple[str, ...] = ()
+    """The products of the nodes with that resource."""
+    may_grow: bool = False
+    """Whether a node autoscaler may add nodes of a kind that is not there yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRevision:
     """The facts of one ControllerRevision that carries the service's label."""
 
@@ -328,6 +356,7 @@ class Defaults:
     gateway_url: str  # without /v1
     network: Network | None = None  # None: no NetworkPolicy is made
     pod_user: PodUser | None = NONROOT  # None: the platform assigns it
+    cluster_domain: str = "cluster.local"
     node_cache: NodeCache | None = None  # None: model.cache.policy Node is not permitted
 
 
@@ -372,6 +401,10 @@ class Observed:
     """The WarmPool that the spec names, and its waiting pods; None: the spec names none."""
     lost_claims: frozenset[str] = frozenset()  # uids of pods whose claim failed: others have them, or they are going
 
+    gateways: GatewayCount | None = None
+    """None: this operator has not led for long enough to know."""
+    gpu_supply: GPUSupply | None = None
+    """What the nodes have, while a replica with GPUs finds no node; None: all are placed, or nodes are not readable."""
     hub: HubAnswer | None = None
     """The sizes of the model by its hub; None: no hub may be asked."""
     pulls: PullsSeen | None = None

@@ -17,6 +17,7 @@ from slipway_operator.core import observed as seen
 from slipway_operator.core.observed import Namesake, Observed
 from slipway_operator.core.service.plan import plan
 from slipway_operator.inputs.caches import Inputs
+from slipway_operator.inputs.gpu_supply import read_supply
 from slipway_operator.inputs.observer import node_facts, replica
 from slipway_operator.inputs.pulls import Pulls
 from slipway_operator.inputs.reading import read
@@ -89,15 +90,19 @@ class InferenceServices:
         caches = self._inputs.caches
         pods = caches.pods.of(ServiceKey(key.namespace, key.name))
         node_names = {pod.spec.node_name for pod in pods if pod.spec.node_name}
+        replicas = tuple(replica(pod, self._inputs.sample_of(pod.uid)) for pod in pods)
+        gpu = reading.service.spec.resources.gpu
+        needs_supply = gpu.count > 0 and any(one.unschedulable for one in replicas)
         observed = Observed(
             service=reading.service,
+            gpu_supply=read_supply(gpu, caches.nodes.values()) if needs_supply else None,
             fault=reading.fault,
             namesakes=tuple(
                 Namesake(key=ServiceKey(other.namespace, other.name), created_at=rival.created_at)
                 for other in self._claims.rivals(key, stored)
                 if (rival := self._store.get(other)) is not None
             ),
-            replicas=tuple(replica(pod, self._inputs.sample_of(pod.uid)) for pod in pods),
+            replicas=replicas,
             nodes={
                 name: node_facts(node)
                 for name in sorted(node_names)
@@ -114,6 +119,7 @@ class InferenceServices:
             hub=self._hub_answer(reading.service),
             pulls=self._pulls.of(reading.service),
             adapters=self._inputs.adapters.of(ServiceKey(key.namespace, key.name)),
+            gateways=self._inputs.gateways(),
             demand=self._inputs.demand_of(ServiceKey(key.namespace, key.name)),
             outcomes_since=self._inputs.outcomes_of(ServiceKey(key.namespace, key.name)),
             service_outcomes=self._inputs.service_outcomes_of(ServiceKey(key.namespace, key.name)),
@@ -145,6 +151,8 @@ class InferenceServices:
         decided = plan(observed, now)
         service = observed.service
         self._inputs.metrics.accounts.set(service.key, decided.accounting)
+        if decided.status is not None:
+            self._inputs.metrics.accounts.set_conditions(service.key, decided.status.conditions)
         return Decision(
             actions=decided.actions,
             status=decided.status.to_json() if decided.status is not None else None,

@@ -15,7 +15,7 @@ from slipway_api.inference_service import InferenceService
 from slipway_api.slo import SLOPeriod, SLOStatus
 from slipway_api.types import ServiceKey
 from slipway_api.vocabulary import CONDITIONS, EVENTS, LIMITS
-from slipway_operator.core.observed import Failure, Namesake
+from slipway_operator.core.observed import Failure, GatewayCount, GPUSupply, Namesake
 from slipway_operator.core.pulls import PullPod, PullsSeen
 from slipway_operator.core.service.model.pulls import pull_digest
 from slipway_operator.core.service.plan import Plan, plan
@@ -80,7 +80,11 @@ def below_desired() -> Said:
 def first_start() -> Said:
     service = one(uri="hf://org/model")
     states = [(starting("Loading", service),), (starting("Downloading", service),)]
-    return said_in([*passes(service, *states), *passes(service, (a_pod(service=service).unschedulable(),))])
+    waiting = a_pod(service=service).unschedulable()
+    tainted = waiting.but(unschedulable="0/2 nodes are available: 2 node(s) had untolerated taint.")
+    small = replace(seen(service, waiting), gpu_supply=GPUSupply(nodes=0, largest=0, largest_of_product=0))
+    more = [*passes(service, (waiting,)), *passes(service, (tainted,)), plan(small, T0)]
+    return said_in([*passes(service, *states), *more])
 
 
 def stalled() -> Said:
@@ -130,7 +134,8 @@ def a_warm_pool() -> Said:
 def one_name_for_two_services() -> Said:
     service = promised(a_service(created_at=T0), 1)
     older = Namesake(key=ServiceKey("demo", "code"), created_at=T0 - minutes(1))
-    return said_in(passes(service, (), namesakes=(older,)))
+    nobody = GatewayCount(answering=0, running=0, namespace="s", selector="a=b")
+    return said_in([*passes(service, (), namesakes=(older,)), plan(replace(seen(service), gateways=nobody), T0)])
 
 
 def life_of_a_fixed_fleet() -> Said:

@@ -10,7 +10,8 @@ of decisions but never live numbers. What it tells of autoscaling is in `scaling
 | some           | > 0     |                                       | True Degraded                        |
 | none           | > 0     | Stalled                               | False, with the reason of Stalled    |
 | none           | > 0     | it was available before               | False NoReadyReplicas                |
-| none           | > 0     | no node has a GPU                     | Unknown WaitingForGPU                |
+| none           | > 0     | no node has a free GPU                | Unknown WaitingForGPU                |
+| none           | > 0     | no node takes it for another cause    | Unknown Unschedulable                |
 | none           | > 0     | a replica brings the model            | Unknown DownloadingModel             |
 | none           | > 0     | it loads for the first time           | Unknown Loading                      |
 """
@@ -138,7 +139,7 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         observed_generation=service.metadata.generation,
         conditions=_conditions(observed, decided, ready, autoscaling, now),
         url=url,
-        addresses=_addresses(service, url),
+        addresses=_addresses(observed, url),
         replicas=len(decided.members),
         ready_replicas=ready,
         updated_replicas=len(updated),
@@ -164,13 +165,19 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
     )
 
 
-def _addresses(service: InferenceService, gateway: str) -> tuple[Address, ...]:
-    """The gateway's URL, and the Kubernetes Service's where replicas take requests without a serving token."""
+def _addresses(observed: Observed, gateway: str) -> tuple[Address, ...]:
+    """The gateway's URL, and the Kubernetes Service's if replicas accept requests without a serving token.
+
+    A Service of that name which another owner made, or which the API server refused, is not an address of this object.
+    """
+    service = observed.service
     through_gateway = Address(name="gateway", url=gateway)
-    if service.spec.routing.direct_access is DirectAccess.GATEWAY_ONLY:
-        return (through_gateway,)
     name, namespace = service.metadata.name, service.metadata.namespace
-    return through_gateway, Address(name="service", url=f"http://{name}.{namespace}.svc.cluster.local/v1")
+    is_missing = any(one.action == f"ApplyChild Service/{name}" for one in observed.failures)
+    if service.spec.routing.direct_access is DirectAccess.GATEWAY_ONLY or is_missing:
+        return (through_gateway,)
+    url = f"http://{name}.{namespace}.svc.{observed.defaults.cluster_domain}/v1"
+    return through_gateway, Address(name="service", url=url)
 
 
 def deletion_status(observed: Observed, members: Sequence[Member]) -> InferenceServiceStatus:
@@ -280,7 +287,9 @@ def _conditions(
         Reason.AVAILABLE if enough else (Reason.DEGRADED if ready else Reason.NO_READY_REPLICAS),
         problems.summarize(ready, decided.desired),
     )
-    write(ConditionType.ROUTE_READY, *route_condition(observed, ready))
+    write(
+        ConditionType.ROUTE_READY, *route_condition(observed, ready, stalled[1] if stalled and decided.desired else "")
+    )
 
     if stalled:
         write(ConditionType.STALLED, True, *stalled)
@@ -351,8 +360,8 @@ def _readiness(
     served = was is not None and was.status is ConditionStatus.TRUE and was.reason != Reason.SCALED_TO_ZERO
     if served or (was is not None and was.reason == Reason.NO_READY_REPLICAS):
         return ConditionStatus.FALSE, Reason.NO_READY_REPLICAS, sentence
-    if problems.waits_for_gpu:
-        return ConditionStatus.UNKNOWN, Reason.WAITING_FOR_GPU, sentence
+    if problems.waits_for_node is not None:
+        return ConditionStatus.UNKNOWN, problems.waits_for_node, sentence
     return ConditionStatus.UNKNOWN, Reason.DOWNLOADING_MODEL if problems.downloads else Reason.LOADING, sentence
 
 

@@ -19,6 +19,7 @@ from slipway_operator.core.observed import Observed, Replica
 from slipway_operator.core.service.replicas.suspension import find_suspension_events, is_suspended
 from slipway_operator.core.service.status.advice import find_advice, find_load_advice
 from slipway_operator.core.service.status.conditions import Decided
+from slipway_operator.core.service.status.placement import SURGE_REMEDY
 from slipway_operator.core.service.status.problems import describe_replica, ended_runs, is_unready_in
 from slipway_operator.core.service.status.scaling_status import scaling_events
 
@@ -32,6 +33,7 @@ def find_events(observed: Observed, after: InferenceServiceStatus, decided: Deci
         *_rollout_events(before, after),
         *_failure_events(observed, decided),
         *_causes_found(observed, decided),
+        *_obstacle_events(before, after),
         *_ready_events(before, observed.ready_before, decided),
         *find_warnings(before, after),
         *find_advice(observed.service),
@@ -64,6 +66,14 @@ def _rollout_events(before: InferenceServiceStatus, after: InferenceServiceStatu
         message = f"revision {after.current_revision} serves alone"
         events.append(Event(reason=EventReason.ROLLOUT_COMPLETED, action="Rollout", message=message))
     return events
+
+
+def _obstacle_events(before: InferenceServiceStatus, after: InferenceServiceStatus) -> list[Event]:
+    """A rollout that waits for a GPU which its own old replicas hold; once, however often the scheduler tries."""
+    was, now = (find_condition(status.conditions, ConditionType.RECONCILING) for status in (before, after))
+    if now is None or SURGE_REMEDY not in now.message or (was is not None and SURGE_REMEDY in was.message):
+        return []
+    return [Event(reason=EventReason.WAITING_FOR_GPU, action="Rollout", message=now.message)]
 
 
 def _failure_events(observed: Observed, decided: Decided) -> list[Event]:
@@ -144,7 +154,9 @@ def _since_claim(replica: Replica) -> str:
 _WARNINGS = {
     **{(ConditionType.STALLED, reason): EventReason(reason.value) for reason in STALLED_MEANINGS},
     (ConditionType.ROUTE_READY, Reason.NAME_CONFLICT): EventReason.NAME_CONFLICT,
+    (ConditionType.ROUTE_READY, Reason.NO_GATEWAY): EventReason.NO_GATEWAY,
     (ConditionType.READY, Reason.WAITING_FOR_GPU): EventReason.WAITING_FOR_GPU,
+    (ConditionType.READY, Reason.UNSCHEDULABLE): EventReason.UNSCHEDULABLE,
     (ConditionType.CANARY_HEALTHY, Reason.INCONCLUSIVE): EventReason.CANARY_INCONCLUSIVE,
     (ConditionType.CANARY_HEALTHY, Reason.ROLLED_BACK): EventReason.CANARY_ROLLED_BACK,
     (ConditionType.SCALING_ACTIVE, Reason.METRICS_STALE): EventReason.METRICS_STALE,

@@ -38,6 +38,12 @@ from slipway_operator.core.service.model.fit import check_fit
 from slipway_operator.core.service.model.model_cache import find_refusal
 from slipway_operator.core.service.model.pulls import is_pull
 from slipway_operator.core.service.rollout.revision import Revision
+from slipway_operator.core.service.status.placement import (
+    describe_unschedulable,
+    find_impossible,
+    find_obstacle,
+    why_waiting,
+)
 from slipway_operator.core.service.status.refusals import describe_refusal, find_refusal_cause, is_quota_refusal
 from slipway_operator.core.words import count
 
@@ -93,7 +99,7 @@ class Problems:
     refusals: tuple[str, ...] = ()  # what the API server refused
     obstacles: tuple[str, ...] = ()  # what keeps a rollout from going on, with the remedy
     stalled: tuple[Reason, str] | None = None  # a person has to act
-    waits_for_gpu: bool = False
+    waits_for_node: Reason | None = None  # WaitingForGPU or Unschedulable
     downloads: bool = False  # a replica brings the model to its node, or failed to and starts over
 
     def summarize(self, ready: int, desired: int, revision: str = "") -> str:
@@ -131,7 +137,8 @@ def find_problems(
             if num_ready
             else find_stall_cause(observed, members, revision, attempts)
         ),
-        waits_for_gpu=bool(observed.service.spec.resources.gpu.count) and any(map(_is_unschedulable, members)),
+        obstacles=tuple(filter(None, [find_obstacle(observed, members, revision.hash)])),
+        waits_for_node=why_waiting(observed, members),
         downloads=any(_is_downloading(one) for one in members),
     )
 
@@ -169,7 +176,7 @@ def find_capacity_shortage(observed: Observed, members: Sequence[Member]) -> str
     """Says why further replicas could not be placed; empty when nothing is known against it."""
     waiting = [one for one in members if _is_unschedulable(one)]
     if waiting:
-        return _describe_unschedulable(waiting[0].replica)
+        return describe_unschedulable(observed, waiting[0].replica)
     return next((failure.message for failure in observed.failures if is_quota_refusal(failure)), "")
 
 
@@ -197,7 +204,7 @@ def describe_replica(member: Member, observed: Observed, revision: Revision) -> 
         case Stage.UNSEEN:
             return f"{replica.name} waits for a scheduler; if this lasts, check schedulerName of spec.template.spec"
         case Stage.UNSCHEDULABLE:
-            return _describe_unschedulable(replica)
+            return describe_unschedulable(observed, replica)
         case Stage.LOST:
             return f"node {replica.node} of {replica.name} does not answer"
         case Stage.CRASHING | Stage.LOADING | Stage.OVERDUE if ended_runs(replica):
@@ -220,7 +227,8 @@ def describe_replica(member: Member, observed: Observed, revision: Revision) -> 
 def _describe_before_server(replica: Replica, place: str) -> str:
     """What a pod does whose server has not started; empty: the server has."""
     if replica.initializing:
-        return f"init container {replica.initializing} has not finished; see kubectl logs {place} -c {replica.initializing}"
+        name = replica.initializing
+        return f"init container {name} has not finished; see kubectl logs {place} -c {name}"
     if replica.is_creating:
         return f"node {replica.node} has not started its containers yet (images, volumes); see kubectl describe pod {place}"
     return ""
@@ -246,7 +254,7 @@ def _describe_unready(member: Member, observed: Observed) -> str:
 
 
 def is_unready_in(message: str, replica: Replica) -> bool:
-    """Whether a message of a condition says that this replica is unready, and nothing more than that its probe fails."""
+    """Whether a message of a condition says of this replica only that its probe fails."""
     return f"{replica.name}{UNREADY}{PROBE_FAILS}" in message
 
 
@@ -282,10 +290,6 @@ def _describe_restarts(replica: Replica, place: str) -> str:
     )
 
 
-def _describe_unschedulable(replica: Replica) -> str:
-    return f"{replica.name} waits for a node: {replica.unschedulable}"
-
-
 def _describe_pause(status: AttemptStatus) -> str:
     last = f": {status.last_end}" if status.last_end else ""
     return (
@@ -302,7 +306,7 @@ def _describe_failed_slot(status: AttemptStatus) -> str:
 
 
 def _image_not_pulled(replica: Replica, observed: Observed, revision: Revision) -> tuple[str, str]:
-    """The image, and the field that names it: of the runtime, of an oci:// model (a volume), or of another container."""
+    """The image, and the field that names it: the runtime's, an oci:// model's (a volume), or another container's."""
     model = model_access.image(observed.service.spec.model)
     if model is not None and model in replica.waiting_message:
         return f"image {model}", "spec.model.uri"
@@ -333,8 +337,11 @@ def _stall_cause_of(
             )
         case Stage.UNSCHEDULABLE if (claim := model_access.claim(model)) is not None:
             missing = f'persistentvolumeclaim "{claim}" not found'
-            is_missing = missing in replica.unschedulable
-            return (Reason.MODEL_NOT_FOUND, f"{missing}; check spec.model.uri") if is_missing else None
+            if missing in replica.unschedulable:
+                return Reason.MODEL_NOT_FOUND, f"{missing}; check spec.model.uri"
+            return find_impossible(observed, replica)
+        case Stage.UNSCHEDULABLE:
+            return find_impossible(observed, replica)
         case Stage.CRASHING | Stage.LOADING:
             # Started over at once, it loads again: its termination message holds until it is ready.
             for word, (reason, template) in _TERMINATION_MESSAGES.items():
