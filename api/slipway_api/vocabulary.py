@@ -22,7 +22,7 @@ class ConditionMeaning(NamedTuple):
 
 # Stalled=True with one of these makes Ready=False with the same reason and message while no replica serves.
 STALLED_MEANINGS: Final = {
-    Reason.INVALID_SPEC: "The spec breaks a rule, or the API server refuses the pods that it asks for.",
+    Reason.INVALID_SPEC: "The spec breaks a rule, or the API server or the runtime refuses a value of it.",
     Reason.DOES_NOT_FIT: "Weights, reserve and one request exceed the memory; the message has the arithmetic.",
     Reason.CACHE_NOT_PERMITTED: "model.cache.policy Node, but the chart names no folder, or PodSecurity forbids it.",
     Reason.IMAGE_PULL_FAILED: "The kubelet cannot pull the runtime image.",
@@ -31,6 +31,7 @@ STALLED_MEANINGS: Final = {
     Reason.PROGRESS_DEADLINE_EXCEEDED: "A rollout or first start made no progress for progressDeadlineSeconds.",
     Reason.QUOTA_EXCEEDED: "A ResourceQuota forbids the pods.",
     Reason.REFUSED: "RBAC, an admission policy or a webhook forbids a write; an administrator of the cluster can help.",
+    Reason.HUB_UNREACHABLE: "The source of the model does not answer; the message has the host and the cause.",
     Reason.NO_SUITABLE_NODE: "No node has so many GPUs, or of this product, used or free; the message names both.",
     Reason.NAME_CONFLICT: "An object of another owner has a name that a child of the service needs.",
     Reason.CRASH_LOOPING: "Replicas end again and again; it holds until one is ready or the spec changes.",
@@ -40,7 +41,7 @@ STALLED_MEANINGS: Final = {
 _STALLED_EVENTS: Final = (
     *(Reason.DOES_NOT_FIT, Reason.CACHE_NOT_PERMITTED, Reason.IMAGE_PULL_FAILED, Reason.MODEL_NOT_FOUND),
     *(Reason.CREDENTIALS_INVALID, Reason.QUOTA_EXCEEDED, Reason.REFUSED, Reason.CRASH_LOOPING),
-    Reason.NO_SUITABLE_NODE,
+    *(Reason.NO_SUITABLE_NODE, Reason.HUB_UNREACHABLE),
 )
 
 _MEANINGS: Final = {
@@ -56,7 +57,7 @@ _MEANINGS: Final = {
         (
             _UNKNOWN,
             Reason.UNSCHEDULABLE,
-            "No node takes a replica, for another cause than GPUs: taints, labels, volumes.",
+            "No node takes a replica; the cause is not GPUs but taints, labels or volumes.",
         ),
     ),
     ConditionType.STALLED: tuple((_TRUE, reason, meaning) for reason, meaning in STALLED_MEANINGS.items()),
@@ -88,6 +89,11 @@ _MEANINGS: Final = {
             _FALSE,
             Reason.METRICS_MISSING,
             "No ready replica reports its load, or at zero replicas no gateway: it stays.",
+        ),
+        (
+            _FALSE,
+            Reason.KEY_REFUSED,
+            "Ready replicas refuse the operator's token (401).",
         ),
         (_UNKNOWN, Reason.METRICS_MISSING, "No replica is ready: there is no load yet."),
     ),
@@ -144,6 +150,7 @@ EVENTS: Final = {
     **{EventReason(reason.value): STALLED_MEANINGS[reason] for reason in _STALLED_EVENTS},
     EventReason.NO_GATEWAY: "No gateway answers the operator: no client reaches the service.",
     EventReason.METRICS_STALE: "Some ready replicas do not report their load.",
+    EventReason.KEY_REFUSED: "Ready replicas refuse the operator's token (401): was slipway-admin-master replaced?",
     EventReason.SCALING_HELD: "No ready replica, or no gateway of a service at zero, reports: the number stays.",
     EventReason.SCALING_LIMITED: "A limit or a lack of capacity keeps the number below what is wanted.",
     EventReason.WAITING_FOR_GPU: "No node has a free GPU for a replica, or none for the surge of a rollout.",

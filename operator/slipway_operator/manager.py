@@ -189,6 +189,7 @@ class Manager:
             caches=self.caches,
             wake=self._queue.add,
             sample_of=self._scraper.sample,
+            refuses_token=self._scraper.refuses_token,
             defaults=Defaults(
                 runtime_image=settings.runtime_image,
                 gateway_url=settings.gateway_url,
@@ -399,7 +400,7 @@ class Manager:
 
     def _gateways_came_or_went(self) -> None:
         """Queue every service: its condition RouteReady says whether a gateway answers."""
-        for key in self.caches.stores[INFERENCE_SERVICES.kind].keys():
+        for key in self.caches.stores[INFERENCE_SERVICES.kind].keys():  # noqa: SIM118  a method of the store
             self._queue.add(key)
 
     def _watch_replica(self, uid: str, target: ReplicaTarget | None) -> None:

@@ -147,6 +147,7 @@ class Replica:
     pod_created_at: datetime | None = None  # metadata.creationTimestamp, also of a claimed pod
     serving_digests: tuple[str, ...] = ()  # annotation slipway.dev/serving-token-sha256
     running_since: datetime | None = None  # containerStatuses[server].state.running.startedAt
+    refuses_token: bool = False  # it answered 401 when the operator last asked for its signals
     sample: Sample | None = None  # the newest one, however old; None: never answered
 
 

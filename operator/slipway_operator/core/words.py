@@ -1,4 +1,8 @@
-"""Counts in sentences, with singular and plural right."""
+"""Counts in sentences, with singular and plural right, and sentences that several conditions and events share."""
+
+from typing import Final
+
+REFUSED_KEY: Final = "the operator's token (401): was the Secret slipway-admin-master replaced?"
 
 
 def count(number: int, one: str, many: str = "") -> str:

@@ -298,6 +298,7 @@ class Inputs:
     wake: Wake
     sample_of: Callable[[str], Sample | None]
     defaults: Defaults
+    refuses_token: Callable[[str], bool] = lambda _uid: False
     token_digests: TokenDigests
     serving_digests: ServingDigests
     random_bytes: Callable[[int], bytes]

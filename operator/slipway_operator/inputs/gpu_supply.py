@@ -10,13 +10,8 @@ from slipway_operator.core.observed import GPUSupply
 
 # Labels of nodes that a managed node group or Karpenter made: such a cluster may get nodes that it does not have yet.
 AUTOSCALED: Final = (
-    *(
-        "karpenter.sh/",
-        "cloud.google.com/gke-nodepool",
-        "eks.amazonaws.com/nodegroup",
-        "kubernetes.azure.com/agentpool",
-    ),
-    *("alpha.eksctl.io/nodegroup-name", "cluster.x-k8s.io/", "node.kubernetes.io/instance-group"),
+    *("karpenter.sh/", "cloud.google.com/gke-nodepool", "eks.amazonaws.com/nodegroup"),
+    *("kubernetes.azure.com/agentpool", "alpha.eksctl.io/nodegroup-name", "cluster.x-k8s.io/"),
 )
 
 

@@ -90,7 +90,10 @@ class InferenceServices:
         caches = self._inputs.caches
         pods = caches.pods.of(ServiceKey(key.namespace, key.name))
         node_names = {pod.spec.node_name for pod in pods if pod.spec.node_name}
-        replicas = tuple(replica(pod, self._inputs.sample_of(pod.uid)) for pod in pods)
+        replicas = tuple(
+            replace(replica(pod, self._inputs.sample_of(pod.uid)), refuses_token=self._inputs.refuses_token(pod.uid))
+            for pod in pods
+        )
         gpu = reading.service.spec.resources.gpu
         needs_supply = gpu.count > 0 and any(one.unschedulable for one in replicas)
         observed = Observed(

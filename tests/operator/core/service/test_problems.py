@@ -76,6 +76,9 @@ def test_another_part_of_the_environment_is_the_specs_own(model):
             "CredentialsInvalid",
             "403 of hf://o/m; check the Secret of spec.model",
         ),
+        # review/shipping.md 9 and 11
+        ("InvalidSpec: spec.model.chatTemplate: unexpected '}'", "InvalidSpec", "refuses the spec: spec.model.chat"),
+        ("HubUnreachable: hf://o/m does not answer: h: DNS", "HubUnreachable", "check the network of the nodes"),
         ("DoesNotFit: weights 14 GiB exceed 8 GiB", "DoesNotFit", "does not fit: weights 14 GiB exceed 8 GiB"),
     ],
 )

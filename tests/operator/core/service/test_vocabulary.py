@@ -103,6 +103,7 @@ def stalled() -> Said:
             *passes(service, (crashing.but(termination_message="DoesNotFit: too small"),)),
             *passes(service, (pod.cannot_pull(),)),
             *passes(service, (crashing.but(termination_message="ModelNotFound: no such repository"),)),
+            *passes(service, (crashing.but(termination_message="HubUnreachable: no answer"),)),
             *passes(gated, (no_secret,)),
             *passes(slow, (loading,), (loading,), (loading,)),
             *passes(service, (), failures=refused("Forbidden", QUOTA)),
@@ -111,6 +112,11 @@ def stalled() -> Said:
             *passes(service, (crashing,)),
         ]
     )
+
+
+def refusing_the_operators_token() -> Said:
+    service = one(autoscaling={"maxReplicas": 2})
+    return said_in(passes(service, (a_pod(service=service).ready().but(refuses_token=True),)))
 
 
 def likely_to_be_regretted() -> Said:
@@ -291,6 +297,7 @@ SCENARIOS: list[Callable[[], Said]] = [
     below_desired,
     first_start,
     stalled,
+    refusing_the_operators_token,
     likely_to_be_regretted,
     one_name_for_two_services,
     a_warm_pool,

@@ -287,9 +287,8 @@ def _conditions(
         Reason.AVAILABLE if enough else (Reason.DEGRADED if ready else Reason.NO_READY_REPLICAS),
         problems.summarize(ready, decided.desired),
     )
-    write(
-        ConditionType.ROUTE_READY, *route_condition(observed, ready, stalled[1] if stalled and decided.desired else "")
-    )
+    hindrance = stalled[1] if stalled and decided.desired else ""
+    write(ConditionType.ROUTE_READY, *route_condition(observed, ready, hindrance))
 
     if stalled:
         write(ConditionType.STALLED, True, *stalled)
@@ -310,7 +309,7 @@ def _conditions(
     elif not _keeps_canary_condition(service, decided):
         conditions = remove_condition(conditions, ConditionType.CANARY_HEALTHY)
 
-    scaling = None if suspended else scaling_condition(service, decided.scale, autoscaling)
+    scaling = None if suspended else scaling_condition(service, decided.scale, autoscaling, decided.members)
     if scaling:
         write(ConditionType.SCALING_ACTIVE, *scaling)
     else:

@@ -1,12 +1,12 @@
 """Why no node takes a replica: no free GPU, GPUs that the cluster does not have, or another cause of the scheduler.
 
-| the scheduler's sentence                     | nodes                         | reason                                  |
-|----------------------------------------------|-------------------------------|-----------------------------------------|
-| any                                          | none has so many GPUs, or not | Stalled NoSuitableNode; WaitingForGPU   |
-|                                              | this product                  | if a node autoscaler may add such a one |
-| `persistentvolumeclaim "x" not found`        |                               | Stalled InvalidSpec                     |
-| `Insufficient <resourceName>`                | some could                    | WaitingForGPU                           |
-| anything else: taints, labels, volumes, CPUs |                               | Unschedulable                           |
+| the scheduler's sentence                     | nodes                    | reason                                   |
+|----------------------------------------------|--------------------------|------------------------------------------|
+| any                                          | none has so many GPUs,   | Stalled NoSuitableNode; WaitingForGPU if |
+|                                              | or not this product      | a node autoscaler may add such a node    |
+| `persistentvolumeclaim "x" not found`        |                          | Stalled InvalidSpec                      |
+| `Insufficient <resourceName>`                | a node has enough        | WaitingForGPU                            |
+| anything else: taints, labels, volumes, CPUs |                          | Unschedulable                            |
 """
 
 import re
@@ -31,7 +31,7 @@ def find_impossible(observed: Observed, replica: Replica) -> tuple[Reason, str] 
     if claim := _CLAIM.search(replica.unschedulable):
         remedy = f"create the PersistentVolumeClaim {claim[1]}, or change the volumes of spec.template"
         return Reason.INVALID_SPEC, f"{describe_unschedulable(observed, replica)}; {remedy}"
-    if (missing := _missing_gpus(observed)) and observed.gpu_supply is not None and not observed.gpu_supply.may_grow:
+    if _missing_gpus(observed) and observed.gpu_supply is not None and not observed.gpu_supply.may_grow:
         return Reason.NO_SUITABLE_NODE, f"{describe_unschedulable(observed, replica)}; {_REMEDY}"
     return None
 

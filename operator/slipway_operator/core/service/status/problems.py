@@ -59,6 +59,12 @@ _TERMINATION_MESSAGES: Final = {
         Reason.CREDENTIALS_INVALID,
         "the model may not be read: {}; check the Secret of spec.model.credentialsSecretRef",
     ),
+    names.WORD_HUB_UNREACHABLE: (
+        Reason.HUB_UNREACHABLE,
+        "the source of the model cannot be reached: {}; check the network of the nodes, spec.model.network and "
+        "spec.model.uri",
+    ),
+    names.WORD_INVALID_SPEC: (Reason.INVALID_SPEC, "the runtime refuses the spec: {}"),
     names.WORD_DOES_NOT_FIT: (Reason.DOES_NOT_FIT, "the model does not fit: {}"),
 }
 
@@ -230,7 +236,8 @@ def _describe_before_server(replica: Replica, place: str) -> str:
         name = replica.initializing
         return f"init container {name} has not finished; see kubectl logs {place} -c {name}"
     if replica.is_creating:
-        return f"node {replica.node} has not started its containers yet (images, volumes); see kubectl describe pod {place}"
+        waits = f"node {replica.node} has not started its containers yet (images, volumes)"
+        return f"{waits}; see kubectl describe pod {place}"
     return ""
 
 
