@@ -58,7 +58,8 @@ class Interrupted(Exception):  # noqa: N818  it says what it is
 
 def describe_silence(host: str, error: BaseException) -> str:
     """`huggingface.co: its name cannot be resolved (DNS)`: the host and the cause below the library's error."""
-    chain, seen = [], error
+    chain: list[BaseException] = []
+    seen: BaseException | None = error
     while seen is not None and seen not in chain:
         chain.append(seen)
         seen = seen.__cause__ or seen.__context__

@@ -96,7 +96,7 @@ class Web:
                     if not left:
                         return
             except httpx.TransportError as error:
-                raise Interrupted(describe_silence(self._host, error)) from error
+                raise Interrupted(describe_silence(urlsplit(url).netloc, error)) from error
         raise Interrupted("the file ended early")
 
     def close(self) -> None:
