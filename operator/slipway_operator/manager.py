@@ -207,7 +207,7 @@ class Manager:
             on_pool_sample=self._pool_listeners.append,
             adapter_calls=self._adapter_calls,
             hub_answer=self._hub.answer,
-            gateways=self._gateways.count,
+            gateways=lambda: self._gateways.count(),
             demand_of=self._gateways.demand,
             waiting_adapters_of=self._gateways.waiting_adapters,
             outcomes_of=self._gateways.outcomes_since,
