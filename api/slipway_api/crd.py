@@ -39,6 +39,9 @@ INFERENCE_SERVICE_COLUMNS = [
     _column("Model", ".status.servedName", "The model name in requests"),
     _column("Ready", _ready("status"), "Whether the service answers"),
     _column("Status", _ready("reason"), "Why"),
+    _column(
+        "Stalled", '.status.conditions[?(@.type=="Stalled")].reason', "Why a person has to act, also while it serves"
+    ),
     _column("Replicas", ".status.readyReplicas", "Replicas that take requests", type="integer"),
     _column("Desired", ".status.desiredReplicas", "Replicas there should be", type="integer"),
     _column("Canary%", ".status.canary.weight", "Traffic of a revision that rolls out", type="integer"),

@@ -145,6 +145,8 @@ EMBEDDED_MODEL: Final = "file:///opt/slipway/models/tiny"
 # Prefixes of the termination message of a runtime that cannot serve its model until a person acts.
 WORD_MODEL_NOT_FOUND: Final = "ModelNotFound: "
 WORD_CREDENTIALS_INVALID: Final = "CredentialsInvalid: "
+WORD_HUB_UNREACHABLE: Final = "HubUnreachable: "
+WORD_INVALID_SPEC: Final = "InvalidSpec: "  # followed by the field of the spec
 WORD_DOES_NOT_FIT: Final = "DoesNotFit: "
 # Prefix of the termination message of a runtime whose GPU failed: another node may do better.
 WORD_GPU_FAULT: Final = "GPUFault: "
@@ -165,3 +167,5 @@ CREDENTIALS: Final = (
     "AWS_ENDPOINT_URL",
     "HTTP_BEARER_TOKEN",
 )
+
+GPU_PRODUCT_LABEL: Final = "nvidia.com/gpu.product"  # of nodes, by NVIDIA's GPU feature discovery

@@ -22,7 +22,7 @@ class ConditionMeaning(NamedTuple):
 
 # Stalled=True with one of these makes Ready=False with the same reason and message while no replica serves.
 STALLED_MEANINGS: Final = {
-    Reason.INVALID_SPEC: "The spec breaks a rule, or the API server refuses the pods that it asks for.",
+    Reason.INVALID_SPEC: "The spec breaks a rule, or the API server or the runtime refuses a value of it.",
     Reason.DOES_NOT_FIT: "Weights, reserve and one request exceed the memory; the message has the arithmetic.",
     Reason.CACHE_NOT_PERMITTED: "model.cache.policy Node, but the chart names no folder, or PodSecurity forbids it.",
     Reason.IMAGE_PULL_FAILED: "The kubelet cannot pull the runtime image.",
@@ -30,9 +30,19 @@ STALLED_MEANINGS: Final = {
     Reason.CREDENTIALS_INVALID: "The credentials' Secret or its key is missing, or the source refuses them.",
     Reason.PROGRESS_DEADLINE_EXCEEDED: "A rollout or first start made no progress for progressDeadlineSeconds.",
     Reason.QUOTA_EXCEEDED: "A ResourceQuota forbids the pods.",
-    Reason.NAME_CONFLICT: "Another object, or another namespace, has the served name; its own full name still works.",
+    Reason.REFUSED: "RBAC, an admission policy or a webhook forbids a write; an administrator of the cluster can help.",
+    Reason.HUB_UNREACHABLE: "The source of the model does not answer; the message has the host and the cause.",
+    Reason.NO_SUITABLE_NODE: "No node has so many GPUs, or of this product, used or free; the message names both.",
+    Reason.NAME_CONFLICT: "Another object has the served name, or another owner has the name of a child.",
     Reason.CRASH_LOOPING: "Replicas end again and again; it holds until one is ready or the spec changes.",
 }
+
+# Reasons of Stalled whose event has no other meaning: one word in the condition, in the event, and in an alert.
+_STALLED_EVENTS: Final = (
+    *(Reason.DOES_NOT_FIT, Reason.CACHE_NOT_PERMITTED, Reason.IMAGE_PULL_FAILED, Reason.MODEL_NOT_FOUND),
+    *(Reason.CREDENTIALS_INVALID, Reason.QUOTA_EXCEEDED, Reason.REFUSED, Reason.CRASH_LOOPING),
+    *(Reason.NO_SUITABLE_NODE, Reason.HUB_UNREACHABLE),
+)
 
 _MEANINGS: Final = {
     ConditionType.READY: (
@@ -45,6 +55,11 @@ _MEANINGS: Final = {
         (_UNKNOWN, Reason.LOADING, "Replicas start for the first time."),
         (_UNKNOWN, Reason.DOWNLOADING_MODEL, "A replica downloads the model to its node."),
         (_UNKNOWN, Reason.WAITING_FOR_GPU, "No node has a free GPU for a replica."),
+        (
+            _UNKNOWN,
+            Reason.UNSCHEDULABLE,
+            "No node takes a replica; the cause is not GPUs but taints, labels or volumes.",
+        ),
     ),
     ConditionType.STALLED: tuple((_TRUE, reason, meaning) for reason, meaning in STALLED_MEANINGS.items()),
     ConditionType.RECONCILING: (
@@ -59,6 +74,7 @@ _MEANINGS: Final = {
     ConditionType.ROUTE_READY: (
         (_TRUE, Reason.ROUTED, "The gateway serves it under its served name."),
         (_FALSE, Reason.NO_READY_REPLICAS, "There is no replica to route to."),
+        (_FALSE, Reason.NO_GATEWAY, "No gateway answers the operator; the message has the command to see why."),
         (_FALSE, Reason.NAME_CONFLICT, "Another object, or another namespace, has the served name."),
     ),
     ConditionType.SCALING_ACTIVE: (
@@ -74,6 +90,11 @@ _MEANINGS: Final = {
             _FALSE,
             Reason.METRICS_MISSING,
             "No ready replica reports its load, or at zero replicas no gateway: it stays.",
+        ),
+        (
+            _FALSE,
+            Reason.KEY_REFUSED,
+            "Ready replicas refuse the operator's token (401).",
         ),
         (_UNKNOWN, Reason.METRICS_MISSING, "No replica is ready: there is no load yet."),
     ),
@@ -130,17 +151,21 @@ EVENTS: Final = {
     EventReason.MODEL_CACHED: "All nodes that replicas may run on have the model; how many.",
     EventReason.WARM_POOL_MISS: "The warm pool has no pod for a replica; why, and what happens instead.",
     EventReason.INVALID_SPEC: "The spec breaks a rule.",
+    **{EventReason(reason.value): STALLED_MEANINGS[reason] for reason in _STALLED_EVENTS},
+    EventReason.NO_GATEWAY: "No gateway answers the operator: no client reaches the service.",
     EventReason.METRICS_STALE: "Some ready replicas do not report their load.",
+    EventReason.KEY_REFUSED: "Ready replicas refuse the operator's token (401): was slipway-admin-master replaced?",
     EventReason.SCALING_HELD: "No ready replica, or no gateway of a service at zero, reports: the number stays.",
     EventReason.SCALING_LIMITED: "A limit or a lack of capacity keeps the number below what is wanted.",
-    EventReason.WAITING_FOR_GPU: "No node has a free GPU for a replica.",
-    EventReason.MODEL_DOWNLOAD_FAILED: "The model is not there, or may not be read.",
-    EventReason.REPLICA_UNHEALTHY: "A replica that served ended, hangs or is on a silent node; or none can start; why.",
+    EventReason.WAITING_FOR_GPU: "No node has a free GPU for a replica, or none for the surge of a rollout.",
+    EventReason.UNSCHEDULABLE: "No node takes a replica, for another cause than GPUs.",
+    EventReason.MODEL_DOWNLOAD_FAILED: "A pod that fills a model cache failed; why.",
+    EventReason.REPLICA_UNHEALTHY: "A replica that served ended, hangs or is on a silent node; why.",
     EventReason.REPLICA_REPLACED: "A slot gets another replica; why, and after how many failures.",
     EventReason.GPU_FAULT: "The server of a replica ended by a fault of its GPU; its successor prefers another node.",
     EventReason.NODE_DRAIN_FORCED: "A node's drain waited for maxNodeDrainBlockSeconds: evictions are allowed.",
     EventReason.DRAIN_TIMED_OUT: "A drain took longer than drain.timeoutSeconds; what was left.",
-    EventReason.NAME_CONFLICT: "Another object has the served name, or another owner's pod has a replica's name.",
+    EventReason.NAME_CONFLICT: "Another owner has the served name, or the name of a replica or of another child.",
     EventReason.ACTIVATION_TIMED_OUT: "Requests waited for the first replica of a service and gave up; how many.",
     EventReason.ACTIVATION_QUEUE_FULL: "Requests were refused while the first replica starts; how many, which limit.",
     EventReason.BUDGET_EXCEEDED: "budget.maxGPUs keeps the number below what is wanted.",

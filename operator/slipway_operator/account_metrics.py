@@ -1,4 +1,4 @@
-"""Prometheus metrics of services: their service levels and their cost, as the last pass over each found them.
+"""Prometheus metrics of services: conditions, service levels and cost, as the last pass over each found them.
 
 Only the leader has them. Counters begin with its time as the leader; those of services that are gone are removed.
 """
@@ -9,6 +9,7 @@ from typing import Final
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from slipway_api.conditions import Condition
 from slipway_api.types import ServiceKey
 from slipway_operator.core.service.status.accounting import Accounting
 from slipway_operator.core.service.status.cost import Cost
@@ -24,6 +25,7 @@ class AccountMetrics(Collector):
 
     def __init__(self) -> None:
         self._accounts: dict[ServiceKey, Accounting] = {}
+        self._conditions: dict[ServiceKey, tuple[Condition, ...]] = {}
 
     def set(self, service: ServiceKey, accounting: Accounting) -> None:
         """Show this one from now on; nothing of a service that has neither objectives nor a price."""
@@ -32,15 +34,32 @@ class AccountMetrics(Collector):
         else:
             self._accounts[service] = accounting
 
+    def set_conditions(self, service: ServiceKey, conditions: tuple[Condition, ...]) -> None:
+        """Show these conditions from now on."""
+        self._conditions[service] = conditions
+
     def remove(self, service: ServiceKey) -> None:
         """The service is gone."""
         self._accounts.pop(service, None)
+        self._conditions.pop(service, None)
 
     def collect(self) -> Iterator[Metric]:
         """All series, service by service."""
+        yield self._states()
         yield from self._requests()
         yield from self._objectives()
         yield from self._costs()
+
+    def _states(self) -> Metric:
+        states = GaugeMetricFamily(
+            "slipway_service_condition",
+            "Conditions of services: 1 for the status that holds (True, False or Unknown).",
+            labels=(*_SERVICE, "condition", "status", "reason"),
+        )
+        for service, conditions in self._conditions.items():
+            for one in conditions:
+                states.add_metric((*service, one.type, one.status.value, one.reason), 1)
+        return states
 
     def _requests(self) -> Iterator[Metric]:
         requests = CounterMetricFamily(

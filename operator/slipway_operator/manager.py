@@ -172,7 +172,15 @@ class Manager:
             if settings.prometheus_url
             else None
         )
-        self._gateways = Gateways(dial, gateway_keys.admin_tokens, on_change=self._demand_changed, now=clock.now)
+        self._gateways = Gateways(
+            dial,
+            gateway_keys.admin_tokens,
+            on_change=self._demand_changed,
+            on_presence=self._gateways_came_or_went,
+            now=clock.now,
+            namespace=settings.namespace,
+            selector=settings.gateway_selector,
+        )
         self._gateway_pods = watch_pods(
             self._gateways, client, namespace=settings.namespace, selector=settings.gateway_selector
         )
@@ -181,10 +189,12 @@ class Manager:
             caches=self.caches,
             wake=self._queue.add,
             sample_of=self._scraper.sample,
+            refuses_token=self._scraper.refuses_token,
             defaults=Defaults(
                 runtime_image=settings.runtime_image,
                 gateway_url=settings.gateway_url,
                 has_tenants=settings.tenants,
+                cluster_domain=settings.cluster_domain,
                 network=_network(settings),
                 node_cache=_node_cache(settings),
                 pod_user=_pod_user(settings),
@@ -199,6 +209,7 @@ class Manager:
             on_pool_sample=self._pool_listeners.append,
             adapter_calls=self._adapter_calls,
             hub_answer=self._hub.answer,
+            gateways=lambda: self._gateways.count(),
             demand_of=self._gateways.demand,
             waiting_adapters_of=self._gateways.waiting_adapters,
             outcomes_of=self._gateways.outcomes_since,
@@ -255,6 +266,7 @@ class Manager:
         self.caches.publish(metrics)
         metrics.watch(metrics.queue_depth, partial(len, self._queue))
         metrics.watch(metrics.queue_active, lambda: self._queue.active)
+        metrics.watch(metrics.gateways, lambda: found.answering if (found := self._gateways.count()) else 0)
         metrics.watch(metrics.is_leader, self.elector.is_leader)
 
     @property
@@ -387,6 +399,11 @@ class Manager:
     def _resync_key(self, key: Key) -> None:
         self._reconciler.forget_applied(key)
         self._queue.add(key, Urgency.BACKGROUND)
+
+    def _gateways_came_or_went(self) -> None:
+        """Queue every service: its condition RouteReady says whether a gateway answers."""
+        for key in self.caches.stores[INFERENCE_SERVICES.kind].keys():  # noqa: SIM118  a method of the store
+            self._queue.add(key)
 
     def _watch_replica(self, uid: str, target: ReplicaTarget | None) -> None:
         if target is None:

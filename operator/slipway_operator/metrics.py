@@ -54,6 +54,7 @@ class OperatorMetrics:
         )
         self.relists = gauge("relists", "Full lists made by the watch of a resource since the start.", "resource")
         self.drift = counter("drift_total", "Objects that a periodic list found different from what was known.")
+        self.gateways = gauge("gateways", "Gateways that answer; only the leader has more than 0.")
         self.is_leader = gauge("is_leader", "1 while this replica holds the Lease.")
         self.lease_transitions = counter("lease_transitions_total", "Leadership gained and lost.", "change")
         self.writes = counter("writes_total", "Writes to the API server.", "verb", "resource", "code")

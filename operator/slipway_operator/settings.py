@@ -31,6 +31,8 @@ class OperatorSettings(BaseSettings):
     gateway_url: str = Field(
         "http://slipway-gateway.slipway-system.svc.cluster.local:8000", validation_alias="SLIPWAY_GATEWAY_URL"
     )
+    cluster_domain: str = Field("cluster.local", validation_alias="SLIPWAY_CLUSTER_DOMAIN")
+    """The DNS domain of the cluster, for the addresses in status."""
     master_directory: Path = Field(Path("/etc/slipway/admin"), validation_alias="SLIPWAY_MASTER_DIR")
     """Holds `current` and, during a rotation, `previous`: the masters of the pods' admin tokens."""
     gateway_key_directory: Path = Field(Path("/etc/slipway/gateway"), validation_alias="SLIPWAY_GATEWAY_KEY_DIR")

@@ -31,7 +31,12 @@ def run(argv: Sequence[str]) -> int:
     """Run the verb of the command line; returns the exit code."""
     from slipway_runtime.command_line import cache_directory, parse_arguments, run_directory, serve_settings
 
-    arguments = parse_arguments(argv)
+    try:
+        arguments = parse_arguments(argv)
+    except SystemExit as exit:
+        if exit.code:
+            _refuse_arguments(f"the command line is not understood: {' '.join(argv[1:])[:500]}")
+        raise
     if arguments.verb == "drain":
         return drain(run_directory(os.environ) / "drain.sock", arguments.timeout or None, arguments.refuse_after)
     if arguments.verb == "pull":
@@ -44,10 +49,19 @@ def run(argv: Sequence[str]) -> int:
         settings = serve_settings(arguments, os.environ)
     except (ValueError, OSError) as error:
         print(f"slipway-runtime: {error}", file=sys.stderr)
+        _refuse_arguments(str(error))
         return 2
     from slipway_runtime import serve
 
     return serve.run(settings)
+
+
+def _refuse_arguments(sentence: str) -> None:
+    """Leave the termination message of a pod whose spec has a value that only the runtime can judge."""
+    from slipway_runtime.termination import write_termination_message
+
+    fields = "spec.runtime.args, or a field of spec.runtime or spec.model"
+    write_termination_message(f"{names.WORD_INVALID_SPEC}{fields}: {sentence}")
 
 
 def pull(uri: str, cache: Path) -> int:

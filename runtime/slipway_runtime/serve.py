@@ -26,6 +26,7 @@ from typing import Final
 import prometheus_client
 import structlog
 import uvloop
+from jinja2 import TemplateError
 
 from slipway_api import logs, names
 from slipway_api.runtime_api import StartupTimes
@@ -212,7 +213,7 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
         log.info("ready", model=settings.model_name, **times, total_seconds=round(time.monotonic() - began, 3))
         await client.wait_dead()
         return await _end_with_engine(client, replica)
-    except StandbyError as error:
+    except (StandbyError, TemplateError) as error:
         return _refuse(settings, error)
     finally:
         await client.stop()

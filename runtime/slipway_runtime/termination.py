@@ -9,9 +9,11 @@ import contextlib
 from pathlib import Path
 from typing import Final
 
+from jinja2 import TemplateError, TemplateSyntaxError
+
 from slipway_api import names
 from slipway_runtime.storage.address import shown
-from slipway_runtime.storage.source import AccessDeniedError, ModelNotFoundError
+from slipway_runtime.storage.source import AccessDeniedError, ModelNotFoundError, UnreachableError
 
 # In the words of `cudaGetErrorString`, and of the drivers for the corresponding Xids.
 _FAULTS: Final = (
@@ -44,7 +46,12 @@ def termination_message(model_uri: str, error: Exception) -> str:
         return f"{names.WORD_MODEL_NOT_FOUND}{error}"
     if isinstance(error, AccessDeniedError):
         return f"{names.WORD_CREDENTIALS_INVALID}{error}"
-    if str(error).startswith(names.WORD_DOES_NOT_FIT):
+    if isinstance(error, UnreachableError):
+        return f"{names.WORD_HUB_UNREACHABLE}{error}"
+    if isinstance(error, TemplateError):
+        line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
+        return f"{names.WORD_INVALID_SPEC}spec.model.chatTemplate, or the model's own template: {error.message}{line}"
+    if str(error).startswith((names.WORD_DOES_NOT_FIT, names.WORD_INVALID_SPEC)):
         return str(error)
     if is_gpu_fault(str(error)):
         return f"{names.WORD_GPU_FAULT}{error}"

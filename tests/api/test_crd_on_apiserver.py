@@ -440,7 +440,18 @@ def test_status_is_shown_where_people_look(api):
 
     heading, row = api.kubectl("get", "infsvc", "shown", "-n", NAMESPACE).splitlines()
 
-    assert heading.split() == ["NAME", "MODEL", "READY", "STATUS", "REPLICAS", "DESIRED", "CANARY%", "ADAPTERS", "AGE"]
+    assert heading.split() == [
+        "NAME",
+        "MODEL",
+        "READY",
+        "STATUS",
+        "STALLED",
+        "REPLICAS",
+        "DESIRED",
+        "CANARY%",
+        "ADAPTERS",
+        "AGE",
+    ]
     assert row.split()[:6] == ["shown", "shown", "True", "Degraded", "1", "2"]
     api.kubectl("wait", "infsvc/shown", "-n", NAMESPACE, "--for=condition=Ready", "--timeout=5s")
     scale = json.loads(api.kubectl("get", "infsvc", "shown", "-n", NAMESPACE, "--subresource=scale", "-o", "json"))

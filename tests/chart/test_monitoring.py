@@ -79,6 +79,7 @@ class Exporters:
         self._world.run(400)
         self._operator.decisions.labels("ReplicaUnhealthy").inc()
         self._operator.is_leader.set(1)
+        self._operator.accounts.set_conditions(self._world.service.key, self._world.service.status.conditions)
         self._operator.reconcile_errors.labels("Refused").inc()
 
     def _stats(self) -> Any:
@@ -342,6 +343,25 @@ STORIES: dict[str, tuple[dict[str, str], int, int]] = {
     ),
     "SlipwayNoLeader": ({'slipway_operator_is_leader{pod="operator-0"}': "1x10 0x10"}, 15, 9),
     "SlipwayReconcileErrors": ({'slipway_operator_reconcile_errors_total{error="Refused"}': "0x20 0+30x40"}, 50, 19),
+    "SlipwayNoGateway": (  # review/shipping.md 3
+        {
+            'slipway_operator_is_leader{pod="operator-0"}': "1x30",
+            'slipway_operator_gateways{pod="operator-0"}': "2x10 0x20",
+            'slipway_operator_gateways{pod="operator-1"}': "0x30",
+        },
+        13,
+        10,
+    ),
+    "SlipwayServiceStalled": (
+        {f'slipway_service_condition{{{OF}, condition="Stalled", status="True", reason="Refused"}}': "_x10 1x20"},
+        17,
+        13,
+    ),
+    "SlipwayServiceNotReady": (
+        {f'slipway_service_condition{{{OF}, condition="Ready", status="False", reason="Refused"}}': "_x10 1x20"},
+        17,
+        13,
+    ),
     "SlipwayGatewayViewOld": ({'slipway_gateway_view_age_seconds{pod="gateway-0"}': "1x10 500x10"}, 15, 9),
     "SlipwayWarningEvents": ({'slipway_operator_decisions_total{reason="GPUFault"}': "0x10 1x10"}, 12, 9),
 }

@@ -69,6 +69,8 @@ class OperatorProcess:
             clock=cluster.clock,
             kinds=cluster.kinds,
         )
+        # The cluster simulates no gateway; RouteReady is about those that answer, as one does here.
+        self.manager._gateways.count = lambda: cluster.gateways
         self._tasks = [
             asyncio.create_task(self._live()),
             *(asyncio.create_task(self._watch(client, kind)) for kind in self.manager.kinds.values()),

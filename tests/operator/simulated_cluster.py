@@ -24,6 +24,7 @@ from slipway_api.admin_token import token_matches
 from slipway_api.runtime_api import BlockCounts, DrainStatus, ModelInfo, QueueCounts, Signals, StartupTimes, State
 from slipway_kube.resources import CONFIG_MAPS, INFERENCE_SERVICES, LORA_ADAPTERS, NODES, PODS, WARM_POOLS
 from slipway_operator.clock import Clock
+from slipway_operator.core.observed import GatewayCount
 from slipway_operator.manager import KINDS, Registration
 from slipway_operator.replica_client import Address
 from tests.fakes import FakeApiServer
@@ -66,6 +67,7 @@ class SimulatedCluster:
     def __init__(self, master_directory: Path) -> None:
         (master_directory / "current").write_bytes(MASTER)
         self.master_directory = master_directory
+        self.gateways = GatewayCount(answering=1, running=1, namespace="slipway-system", selector="a=b")
         self.gateway_key_directory = master_directory / "gateway"
         self.gateway_key_directory.mkdir(exist_ok=True)
         (self.gateway_key_directory / "current").write_bytes(GATEWAY_KEY)

@@ -9,13 +9,14 @@ import pytest
 
 from slipway_api import names
 from slipway_api.admin_token import admin_token
+from slipway_api.gateway_api import DemandReport
 from slipway_api.types import ServiceKey
 from slipway_gateway.fleet import STATIC_NAMESPACE, static_fleet
 from slipway_gateway.gateway import Gateway
 from slipway_gateway.settings import GatewaySettings
 from slipway_kube.informer import Change
 from slipway_kube.objects import ContainerState, ContainerStatus, Metadata, Pod, PodStatus, Running
-from slipway_operator.inputs.demand import Changed
+from slipway_operator.inputs.demand import FRESH, Changed
 from slipway_operator.inputs.gateways import Gateways, watch_pods
 from slipway_operator.keepalive import KeptConnections
 from slipway_operator.replica_client import Address
@@ -151,3 +152,20 @@ def test_the_gateways_are_the_running_pods_with_their_labels():
     assert set(operator.gateways._targets) == {"g1"}
     informer._notify(Change.DELETED, running, None)
     assert operator.gateways._targets == {}
+
+
+@pytest.mark.capability("OP-18")
+async def test_the_last_gateway_that_goes_and_the_first_that_comes_are_noticed():
+    """review/shipping.md 3. In virtual time: the clock is a number, the table gets its reports directly."""
+    now = [datetime(2026, 1, 1, tzinfo=UTC)]
+    gateways = Gateways(None, lambda _namespace, _pod: [], on_change=lambda _change: None, now=lambda: now[0])
+    assert gateways.count() is None, "it does not lead"
+    gateways._began = now[0]
+    assert gateways.count() is None, "it has just begun to ask"
+
+    now[0] += FRESH
+    assert gateways.count().answering == 0
+    gateways._demand.receive("g1", DemandReport(boot_id="b", version=1, services=()), now[0])
+    assert gateways.count().answering == 1
+    now[0] += FRESH
+    assert gateways.count().answering == 0, "it fell silent"

@@ -1,5 +1,7 @@
 """Whole operator processes against a cluster in virtual time: what a user applies comes true, and stays true."""
 
+from dataclasses import replace
+
 import pytest
 
 from slipway_api import names
@@ -308,6 +310,53 @@ def test_a_refused_pod_is_tried_again_also_when_the_status_of_that_pass_could_no
             await cluster.until(lambda: bool(cut), "the refusal, and no status of it")
 
             await ready(cluster, replicas=2)
+
+    run_in_virtual_time(story())
+
+
+@pytest.mark.capability("OP-18")
+def test_a_write_without_an_answer_is_named_in_status_from_the_second_time_on_and_the_pod_comes_when_it_is_answered(
+    tmp_path,
+):
+    """review/operator-users.md 15: a POST that got no answer was in the log only."""
+
+    async def story() -> None:
+        async with simulated_cluster(tmp_path) as cluster:
+            broken = [True]
+
+            def answer_no_post_of_a_pod(what: str) -> None:
+                if broken[0] and what.startswith("POST") and what.endswith("/pods"):
+                    raise Unreachable("Server disconnected")
+
+            cluster.on_write = answer_no_post_of_a_pod
+            cluster.apply("chat", replicas=1)
+            cluster.start_operator()
+            await cluster.until(
+                lambda: "Server disconnected" in cluster.condition("chat", "Ready").get("message", ""), "the cause"
+            )
+            assert cluster.condition("chat", "Stalled") == {}
+            assert "Server disconnected" in cluster.condition("chat", "Reconciling")["message"]
+
+            broken[0] = False
+            await ready(cluster, replicas=1)
+            assert "Server disconnected" not in cluster.condition("chat", "Ready")["message"]
+
+    run_in_virtual_time(story())
+
+
+@pytest.mark.capability("OP-18")
+def test_gateways_that_go_are_seen_by_services_at_rest(tmp_path):
+    """review/shipping.md 3: a fixed number of idle replicas wakes nobody, so the gateways have to."""
+
+    async def story() -> None:
+        async with simulated_cluster(tmp_path) as cluster:
+            cluster.apply("chat", replicas=1)
+            cluster.start_operator()
+            await ready(cluster, replicas=1)
+            cluster.gateways = replace(cluster.gateways, answering=0)
+            await cluster.until(lambda: cluster.condition("chat", "RouteReady")["reason"] == "NoGateway", "NoGateway")
+            cluster.gateways = replace(cluster.gateways, answering=1)
+            await cluster.until(lambda: cluster.condition("chat", "RouteReady")["reason"] == "Routed", "Routed")
 
     run_in_virtual_time(story())
 

@@ -74,6 +74,8 @@ class Memory:
     """Results of smoke tests by uid of the pod that was asked."""
     refusal: "Refusal | None" = None
     """The action that was refused last, until it succeeds."""
+    unanswered: int = 0
+    """Passes in a row that ended because a write got no answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from the beginning.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
@@ -15,13 +16,22 @@ import structlog
 
 from slipway_api import names
 from slipway_kube.client import Client
-from slipway_kube.errors import Conflict, NotFound
+from slipway_kube.errors import Conflict, KubeError, NotFound, Unreachable
 from slipway_kube.recorder import reference
 from slipway_kube.writer import Writer
 from slipway_operator.controller.executor import Executor, StaleView
 from slipway_operator.controller.kinds import Decision, Key, Kind, Memory, Refusal, StoredObject
 from slipway_operator.controller.store import ObjectStore
-from slipway_operator.core.actions import Action, ClaimPod, CreatePod, DeletePod, DrainPod, ReturnPod
+from slipway_operator.core.actions import (
+    NO_ANSWER,
+    Action,
+    ClaimPod,
+    CreatePod,
+    DeletePod,
+    DrainPod,
+    Failure,
+    ReturnPod,
+)
 from slipway_operator.metrics import OperatorMetrics
 
 log = structlog.get_logger()
@@ -122,8 +132,13 @@ class Reconciler:
         names_before, failures_before = (memory.taken_names, memory.lost_claims), memory.failures
         observed = kind.observe(key, stored, memory)
         decision = kind.plan(observed, self._now())
-        execution = await self._executor.execute(key, stored, decision.actions, memory)
+        try:
+            execution = await self._executor.execute(key, stored, decision.actions, memory)
+        except Unreachable as exc:
+            await self._note_no_answer(key, stored, observed, memory, exc)
+            raise
 
+        memory.unanswered = 0
         if not execution.is_holding:
             memory.failures = (execution.failure,) if execution.failure is not None else ()
             # It holds nothing yet: `hold_refused` says until when, unless the rest of this pass fails otherwise.
@@ -145,6 +160,23 @@ class Reconciler:
             wait = max(0.0, memory.refusal.retry_at - self._monotonic())
             return Outcome(wait if requeue_after is None else min(wait, requeue_after or wait), is_holding=True)
         return Outcome(requeue_after)
+
+    async def _note_no_answer(
+        self, key: Key, stored: StoredObject, observed: Any, memory: Memory, exc: Unreachable
+    ) -> None:
+        """Write into the status that a write got no answer, if that happens twice in a row: one may be a coincidence.
+
+        If the API server does not answer at all, this fails too, and the log has it.
+        """
+        memory.unanswered += 1
+        if memory.unanswered < 2:
+            return
+        kind = self._kinds[key.kind]
+        memory.failures = (Failure(action="", reason=NO_ANSWER, message=str(exc), at=self._now()),)
+        decision = kind.plan(kind.with_memory(observed, memory), self._now())
+        if decision.status is not None:
+            with suppress(KubeError, StaleView):
+                await self._write_status(key, stored, decision)
 
     async def _read(self, key: Key, *, instead_of: StoredObject | None = None) -> StoredObject | None:
         """GET the object, because the store lacks it or has an old version: a watch may have missed events."""

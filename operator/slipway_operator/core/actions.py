@@ -255,6 +255,9 @@ Action = (
 )
 
 
+NO_ANSWER: Final = "NoAnswer"  # the reason of a Failure: the API server broke the connection, or sent nothing in time
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """A refused action of the last pass: by the API server, or by us because of another owner; becomes a condition."""

@@ -8,17 +8,20 @@
 | DRAINING      | label state=draining                                 | no             | nothing                    |
 | LOST          | its node has not been ready for NODE_LOST            | no             | nothing; it may come back  |
 | READY         | condition Ready, and the runtime does not drain      | yes            | capacity                   |
+| GATED         | a scheduling gate holds its pod in a queue           | yes            | coming capacity            |
+| UNSEEN        | no scheduler has looked at its pod                   | yes            | coming capacity            |
 | UNSCHEDULABLE | no node has room                                     | yes            | coming capacity            |
 | UNHEALTHY     | its present run was ready, and is not for too long   | yes            | nothing; it is replaced    |
 | UNREADY       | it was ready a moment ago                            | yes            | coming capacity            |
 | OVERDUE       | unready for longer than its startup may take         | yes            | nothing: it blocks nothing |
 | IMAGE_ERROR   | the kubelet cannot pull the image                    | yes            | nothing                    |
-| CONFIG_ERROR  | a Secret or ConfigMap of its environment is missing  | yes            | nothing                    |
+| CONFIG_ERROR  | the kubelet cannot make a container: environment, …  | yes            | nothing                    |
 | CRASHING      | CrashLoopBackOff                                     | yes            | nothing                    |
 | LOADING       | otherwise                                            | yes            | coming capacity            |
 
 While most nodes of the cluster look lost at once (`Observed.disrupted`), the fault is more likely between us and them:
-nothing is LOST, UNHEALTHY or OVERDUE on such a node. node-lifecycle-controller stops its evictions in the same case.
+nothing is LOST, UNHEALTHY or OVERDUE on such a node. node-lifecycle-controller stops its evictions in the same
+case. A pod that is GATED, UNSEEN or UNSCHEDULABLE has no clock.
 """
 
 from collections.abc import Iterable, Mapping
@@ -42,6 +45,7 @@ IMAGE_ERRORS: Final = frozenset(
     {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"}
     | {"ImageInspectError", "RegistryUnavailable"}
 )
+STARTING: Final = frozenset({"", "ContainerCreating", "PodInitializing", "CrashLoopBackOff"})  # no error of their own
 
 
 class Stage(Enum):
@@ -59,6 +63,8 @@ class Stage(Enum):
     IMAGE_ERROR = "ImageError"
     CONFIG_ERROR = "ConfigError"
     CRASHING = "Crashing"
+    GATED = "Gated"
+    UNSEEN = "Unseen"
     UNSCHEDULABLE = "Unschedulable"
     LOADING = "Loading"
 
@@ -71,6 +77,11 @@ class Stage(Enum):
     def is_broken(self) -> bool:
         """Whether nothing should wait for it."""
         return self in _BROKEN
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether no scheduler considers its pod yet: time in a queue is neither start-up nor a lack of progress."""
+        return self in (Stage.GATED, Stage.UNSEEN)
 
     @property
     def has_served(self) -> bool:
@@ -87,7 +98,7 @@ _GONE = frozenset({Stage.STUCK, Stage.TERMINATING, Stage.DEAD, Stage.DRAINING, S
 _BROKEN = frozenset({Stage.OVERDUE, Stage.IMAGE_ERROR, Stage.CONFIG_ERROR, Stage.CRASHING, Stage.UNHEALTHY})
 _WORST_FIRST = (
     *(Stage.IMAGE_ERROR, Stage.CONFIG_ERROR, Stage.CRASHING, Stage.OVERDUE, Stage.UNHEALTHY),
-    *(Stage.LOST, Stage.UNSCHEDULABLE, Stage.LOADING, Stage.UNREADY),
+    *(Stage.LOST, Stage.UNSCHEDULABLE, Stage.GATED, Stage.UNSEEN, Stage.LOADING, Stage.UNREADY),
 )
 
 
@@ -181,6 +192,8 @@ def stage(replica: Replica, nodes: Mapping[str, Node], limits: Limits, now: date
         return Stage.LOST
     if replica.ready:
         return Stage.UNREADY if _drains_by_its_own_word(replica) else Stage.READY
+    if replica.held:
+        return Stage.GATED if replica.held == "Gated" else Stage.UNSEEN
     if replica.unschedulable:
         return Stage.UNSCHEDULABLE
     if _is_cut_off(replica, nodes):
@@ -198,7 +211,7 @@ def _unready_stage(replica: Replica, nodes: Mapping[str, Node], limits: Limits, 
         return Stage.OVERDUE
     if replica.waiting_reason in IMAGE_ERRORS:
         return Stage.IMAGE_ERROR
-    if replica.waiting_reason == "CreateContainerConfigError":
+    if replica.waiting_reason not in STARTING:
         return Stage.CONFIG_ERROR
     return Stage.LOADING
 
@@ -247,7 +260,7 @@ def next_change(replica: Replica, nodes: Mapping[str, Node], limits: Limits) -> 
     node = nodes.get(replica.node)
     if node is not None and not node.ready and node.not_ready_since is not None:
         moments.append(node.not_ready_since + NODE_LOST)
-    if not replica.ready:
+    if not replica.ready and not replica.held:
         moments.append(_overdue_at(replica, nodes, limits))
         if replica.started:
             moments.append(_unhealthy_at(replica, nodes, limits))

@@ -20,6 +20,7 @@ from slipway_operator.core.adapter.observed import AttachedAdapter
 from slipway_operator.core.pulls import PullsSeen
 from slipway_operator.core.warm_pool.supply import WarmSupply
 
+Hold = Literal["", "Gated", "Unseen"]
 Phase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
 
 TokenDigests = Callable[[str, str, str], tuple[str, ...]]
@@ -113,12 +114,19 @@ class Replica:
     phase_message: str = ""
     node: str = ""  # spec.nodeName; "" while unscheduled
     unschedulable: str = ""  # the scheduler's message while PodScheduled=False with reason Unschedulable
+    held: Hold = ""  # why no scheduler places it: a scheduling gate, or none has looked at it yet
+    initializing: str = ""  # the init container that runs, or is about to; "": none, or it has no node
+    is_creating: bool = False  # it has a node, and the kubelet has started none of its containers
     ready: bool = False  # condition Ready
+    server_ready: bool = False  # containerStatuses[server].ready: other containers keep the pod from being ready
+    unready_message: str = ""  # reason and message of condition Ready while it is not True
     ready_since: datetime | None = None  # lastTransitionTime of condition Ready while it is True
     unready_since: datetime | None = None  # ... while it is not True
     started: bool = False  # containerStatuses[server].started: this run of the server was ready once
     scheduled_at: datetime | None = None  # lastTransitionTime of condition PodScheduled while it is True
-    waiting_reason: str = ""  # containerStatuses[server].state.waiting: ImagePullBackOff, CrashLoopBackOff ...
+    # The container that keeps the pod from being ready: `server`, or another one that fails, or an init container.
+    container: str = ""  # its name; "": the server
+    waiting_reason: str = ""  # its state.waiting: ImagePullBackOff, CrashLoopBackOff ...
     waiting_message: str = ""
     is_terminated: bool = False  # the present run has ended, and the kubelet has not written the next state yet
     restarts: int = 0
@@ -139,6 +147,7 @@ class Replica:
     pod_created_at: datetime | None = None  # metadata.creationTimestamp, also of a claimed pod
     serving_digests: tuple[str, ...] = ()  # annotation slipway.dev/serving-token-sha256
     running_since: datetime | None = None  # containerStatuses[server].state.running.startedAt
+    refuses_token: bool = False  # it answered 401 when the operator last asked for its signals
     sample: Sample | None = None  # the newest one, however old; None: never answered
 
 
@@ -154,6 +163,34 @@ class Node:
     leaving: str = ""  # the taint that says so; "": it is cordoned
     notice: timedelta | None = None  # the node goes so long after that taint was set; None: when it is empty
     is_shut_down: bool = False  # a taint says that nothing runs there any more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayCount:
+    """How many gateways of the release namespace answer the operator."""
+
+    answering: int
+    running: int
+    """Gateways whose container runs."""
+    namespace: str
+    selector: str
+    """Labels of the pods of gateways, for `kubectl get pods -l`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPUSupply:
+    """The GPUs that the nodes of the cluster have in all, used or free, of the resource that a service asks for."""
+
+    nodes: int
+    """Nodes with that resource."""
+    largest: int
+    """The most of them on one node."""
+    largest_of_product: int
+    """The most of them on one node with the product that the service asks for; it asks for none: `largest`."""
+    products: tuple[str, ...] = ()
+    """The products of the nodes with that resource."""
+    may_grow: bool = False
+    """Whether a node autoscaler may add nodes of a kind that is not there yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,6 +349,7 @@ class Defaults:
     gateway_url: str  # without /v1
     network: Network | None = None  # None: no NetworkPolicy is made
     pod_user: PodUser | None = NONROOT  # None: the platform assigns it
+    cluster_domain: str = "cluster.local"
     node_cache: NodeCache | None = None  # None: model.cache.policy Node is not permitted
     direct_access: DirectAccess = DirectAccess.OPEN  # of a new service; GatewayOnly: this gateway has tenants
     has_tenants: bool = False  # the gateway has API keys, so a name may mean another service to each tenant
@@ -359,6 +397,10 @@ class Observed:
     """The WarmPool that the spec names, and its waiting pods; None: the spec names none."""
     lost_claims: frozenset[str] = frozenset()  # uids of pods whose claim failed: others have them, or they are going
 
+    gateways: GatewayCount | None = None
+    """None: this operator has not led for long enough to know."""
+    gpu_supply: GPUSupply | None = None
+    """What the nodes have, while a replica with GPUs finds no node; None: all are placed, or nodes are not readable."""
     hub: HubAnswer | None = None
     """The sizes of the model by its hub; None: no hub may be asked."""
     pulls: PullsSeen | None = None

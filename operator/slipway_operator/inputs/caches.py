@@ -32,6 +32,7 @@ from slipway_operator.controller.store import ObjectStore, OnChange
 from slipway_operator.core.observed import (
     Defaults,
     Demand,
+    GatewayCount,
     HubAnswer,
     OutcomesSince,
     Sample,
@@ -316,6 +317,7 @@ class Inputs:
     wake: Wake
     sample_of: Callable[[str], Sample | None]
     defaults: Defaults
+    refuses_token: Callable[[str], bool] = lambda _uid: False
     token_digests: TokenDigests
     serving_digests: ServingDigests
     random_bytes: Callable[[int], bytes]
@@ -331,6 +333,7 @@ class Inputs:
     adapter_calls: AdapterCalls | None = None
     sample_listeners: list[Callable[[ServiceKey], None]] = field(default_factory=list)
     """Called with the service of a sample that shows more than load, such as another boot id."""
+    gateways: Callable[[], GatewayCount | None] = lambda: None
     demand_of: Callable[[ServiceKey], Demand | None] = lambda _service: None
     waiting_adapters_of: Callable[[ServiceKey], Mapping[str, int]] = lambda _service: {}
     outcomes_of: Callable[[ServiceKey], OutcomesSince | None] = lambda _service: None

@@ -81,6 +81,10 @@ class DemandTable:
             complete=bool(fresh) and all(name in fresh for name in required),
         )
 
+    def answering(self, now: datetime) -> int:
+        """How many gateways have reported within the last seconds."""
+        return sum(now - one.at < FRESH for one in self._reports.values())
+
     def adapters_of(self, service: ServiceKey, now: datetime) -> dict[str, int]:
         """By adapter of the service: the requests that wait at all gateways until a replica has loaded it."""
         waiting: Counter[str] = Counter()

@@ -21,8 +21,8 @@ from slipway_kube.client import Client
 from slipway_kube.informer import Change, Informer
 from slipway_kube.objects import Pod
 from slipway_kube.resources import PODS
-from slipway_operator.core.observed import Demand, OutcomesSince, ServiceOutcomes
-from slipway_operator.inputs.demand import Changed, DemandTable
+from slipway_operator.core.observed import Demand, GatewayCount, OutcomesSince, ServiceOutcomes
+from slipway_operator.inputs.demand import FRESH, Changed, DemandTable
 from slipway_operator.inputs.outcomes import OutcomeSums
 from slipway_operator.replica_client import Address, Dial
 
@@ -31,6 +31,7 @@ log = structlog.get_logger()
 WAIT_SECONDS: Final = 5.0  # how long a gateway may keep the poll of demand when nothing changes
 PAUSE_SECONDS: Final = 0.25  # between two polls of a gateway whose demand changes all the time
 OUTCOMES_SECONDS: Final = 5.0
+PRESENCE_SECONDS: Final = 2.0  # how often it is compared whether any gateway answers
 ANSWER_SECONDS: Final = 3.0  # beyond the wait that was asked for
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -46,10 +47,17 @@ class Gateways:
         *,
         on_change: Callable[[Changed], None],
         now: Callable[[], datetime],
+        on_presence: Callable[[], None] = lambda: None,
+        namespace: str = "",
+        selector: str = "",
     ) -> None:
-        """`tokens` are those of the admin port of a gateway's pod (namespace, name), the likeliest first."""
+        """`tokens` are those of the admin port of a gateway's pod (namespace, name), the likeliest first.
+
+        `on_presence` is called when the first gateway answers, or the last one no longer does.
+        """
         self._dial = dial
         self._tokens = tokens
+        self._began: datetime | None = None  # when this operator began to lead
         self._on_change = on_change
         self._now = now
         self._demand = DemandTable()
@@ -59,10 +67,20 @@ class Gateways:
         self._targets: dict[str, Address] = {}
         self._versions: dict[str, int] = {}  # of the demand that each gateway reported last
         self._is_running = False
+        self._on_presence = on_presence
+        self._place = (namespace, selector)
 
     def demand(self, service: ServiceKey) -> Demand | None:
         """What clients ask of a service; None: no gateway has reported."""
         return self._demand.of(service, self._now(), required=self._required)
+
+    def count(self) -> GatewayCount | None:
+        """How many gateways answer; None until this operator has led for long enough to have heard from them."""
+        if self._began is None or self._now() - self._began < FRESH:
+            return None
+        namespace, selector = self._place
+        answering = self._demand.answering(self._now())
+        return GatewayCount(answering=answering, running=len(self._targets), namespace=namespace, selector=selector)
 
     def waiting_adapters(self, service: ServiceKey) -> dict[str, int]:
         """By adapter of the service: the requests that wait until a replica has loaded it."""
@@ -102,12 +120,19 @@ class Gateways:
 
     async def run(self) -> None:
         """Poll until cancelled."""
-        self._outcomes = OutcomeSums(self._now())
+        self._began = self._now()
+        self._outcomes = OutcomeSums(self._began)
         self._is_running = True
         for name, address in self._targets.items():
             self._start(name, address)
         try:
-            await asyncio.Event().wait()
+            was_present = True  # a leader's first passes do not know it yet
+            while True:
+                await asyncio.sleep(PRESENCE_SECONDS)
+                found = self.count()
+                if found is not None and bool(found.answering) != was_present:
+                    was_present = bool(found.answering)
+                    self._on_presence()
         finally:
             self._is_running = False
             for _address, tasks in self._polls.values():

@@ -18,6 +18,7 @@ from slipway_operator.core.observed import Observed
 from slipway_operator.core.service.plan import plan
 from slipway_operator.core.service.replicas.access import with_recorded_access
 from slipway_operator.inputs.caches import Inputs
+from slipway_operator.inputs.gpu_supply import read_supply
 from slipway_operator.inputs.observer import node_facts, replica
 from slipway_operator.inputs.pulls import Pulls
 from slipway_operator.inputs.reading import read
@@ -95,11 +96,18 @@ class InferenceServices:
         caches = self._inputs.caches
         pods = caches.pods.of(ServiceKey(key.namespace, key.name))
         node_names = {pod.spec.node_name for pod in pods if pod.spec.node_name}
+        replicas = tuple(
+            replace(replica(pod, self._inputs.sample_of(pod.uid)), refuses_token=self._inputs.refuses_token(pod.uid))
+            for pod in pods
+        )
+        gpu = reading.service.spec.resources.gpu
+        needs_supply = gpu.count > 0 and any(one.unschedulable for one in replicas)
         observed = Observed(
             service=reading.service,
+            gpu_supply=read_supply(gpu, caches.nodes.values()) if needs_supply else None,
             fault=reading.fault,
             name_conflict=self._inputs.model_names.conflict_of_service(f"{key.namespace}/{key.name}"),
-            replicas=tuple(replica(pod, self._inputs.sample_of(pod.uid)) for pod in pods),
+            replicas=replicas,
             nodes={
                 name: node_facts(node)
                 for name in sorted(node_names)
@@ -116,6 +124,7 @@ class InferenceServices:
             hub=self._hub_answer(reading.service),
             pulls=self._pulls.of(reading.service),
             adapters=self._inputs.adapters.of(ServiceKey(key.namespace, key.name)),
+            gateways=self._inputs.gateways(),
             demand=self._inputs.demand_of(ServiceKey(key.namespace, key.name)),
             outcomes_since=self._inputs.outcomes_of(ServiceKey(key.namespace, key.name)),
             service_outcomes=self._inputs.service_outcomes_of(ServiceKey(key.namespace, key.name)),
@@ -147,6 +156,8 @@ class InferenceServices:
         decided = plan(observed, now)
         service = observed.service
         self._inputs.metrics.accounts.set(service.key, decided.accounting)
+        if decided.status is not None:
+            self._inputs.metrics.accounts.set_conditions(service.key, decided.status.conditions)
         return Decision(
             actions=decided.actions,
             status=decided.status.to_json() if decided.status is not None else None,

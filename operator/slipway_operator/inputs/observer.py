@@ -11,10 +11,11 @@ from typing import NamedTuple, cast
 from slipway_api import names
 from slipway_api.types import ServiceKey
 from slipway_kube.informer import Change
-from slipway_kube.objects import Node, Pod, Terminated
+from slipway_kube.objects import ContainerStatus, Node, Pod, Terminated
 from slipway_operator.core import observed as seen
 from slipway_operator.core.node_taints import find_departure, is_shut_down
 
+_STARTING = ("", "ContainerCreating", "PodInitializing")  # reasons of `waiting` of a container without a problem
 TERMINATION_MESSAGE_SHOWN = 300  # characters of it that go into a condition
 
 
@@ -91,7 +92,9 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
     scheduled = pod.condition("PodScheduled")
     is_unschedulable = scheduled is not None and scheduled.status == "False" and scheduled.reason == "Unschedulable"
     server = pod.container(names.SERVER_CONTAINER)
-    waiting = server.state.waiting if server is not None else None
+    failing = find_failing(pod)
+    subject = failing or server
+    waiting = subject.state.waiting if subject is not None else None
     annotations = pod.metadata.annotations
     # The API server always sets a creation time; a pod without one is as old as can be.
     created_at = pod.metadata.creation_timestamp or datetime.min.replace(tzinfo=UTC)
@@ -117,7 +120,12 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
         phase_message=pod.status.message,
         node=pod.spec.node_name,
         unschedulable=scheduled.message if scheduled is not None and is_unschedulable else "",
+        held=_hold(pod),
+        initializing=_initializing(pod),
+        is_creating=bool(pod.spec.node_name) and not _has_begun(pod),
         ready=pod.is_ready,
+        server_ready=server is not None and server.ready,
+        unready_message=f"{ready.reason}: {ready.message}" if ready is not None and not pod.is_ready else "",
         ready_since=ready.last_transition_time if ready is not None and pod.is_ready else None,
         unready_since=unready_since,
         # The kubelet remembers that a container was ready once. One that has returned to its pool and was claimed again
@@ -126,11 +134,12 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
         and bool(server.started)
         and not (claimed_at is not None and unready_since is not None and unready_since < claimed_at),
         scheduled_at=scheduled.last_transition_time if scheduled is not None and scheduled.status == "True" else None,
+        container=failing.name if failing is not None else "",
         waiting_reason=waiting.reason if waiting is not None else "",
         waiting_message=waiting.message if waiting is not None else "",
-        is_terminated=server is not None and server.state.terminated is not None,
-        restarts=server.restart_count if server is not None else 0,
-        last_exit=_last_exit(pod),
+        is_terminated=subject is not None and subject.state.terminated is not None,
+        restarts=subject.restart_count if subject is not None else 0,
+        last_exit=_last_exit(subject),
         termination_message=_termination_message(pod),
         pod_ip=pod.status.pod_ip,
         drain_started=_moment(annotations.get(names.ANNOTATION_DRAIN_STARTED)),
@@ -173,23 +182,77 @@ def node_facts(node: Node) -> seen.Node:
     )
 
 
-def _last_exit(pod: Pod) -> str:
-    """How the server's last run ended: `OOMKilled (exit code 137)`, with its termination message, where it left one."""
-    ended = _last_end(pod)
+def find_failing(pod: Pod) -> ContainerStatus | None:
+    """The container other than the server that keeps the pod from being ready, by what the kubelet says; None: none.
+
+    An init container comes first: while it fails, nothing else starts. If the server fails itself, it is the server.
+    """
+    others = [one for one in pod.status.container_statuses if one.name != names.SERVER_CONTAINER]
+    server = pod.container(names.SERVER_CONTAINER)
+    for one in pod.status.init_container_statuses:
+        if _fails(one):
+            return one
+    if pod.is_ready or (server is not None and _fails(server)):
+        return None
+    return next((one for one in others if _fails(one)), None)
+
+
+def _fails(container: ContainerStatus) -> bool:
+    """Whether it cannot start, or ended with an error and has not been ready since."""
+    state = container.state
+    if state.waiting is not None and state.waiting.reason not in _STARTING:
+        return True
+    if state.terminated is not None:
+        return state.terminated.exit_code != 0
+    ended = container.last_state.terminated
+    return not container.ready and ended is not None and ended.exit_code != 0
+
+
+def _hold(pod: Pod) -> seen.Hold:
+    """Why no scheduler places the pod: a scheduling gate, or no scheduler has looked at it."""
+    scheduled = pod.condition("PodScheduled")
+    if pod.spec.node_name or (scheduled is not None and scheduled.status == "True"):
+        return ""
+    if scheduled is None:
+        return "Unseen"
+    return "Gated" if scheduled.reason == "SchedulingGated" else ""
+
+
+def _has_begun(pod: Pod) -> bool:
+    """Whether a container of the pod runs, ran, or has a problem of its own."""
+    statuses = (*pod.status.init_container_statuses, *pod.status.container_statuses)
+    return any(one.state.waiting is None or one.state.waiting.reason not in _STARTING for one in statuses)
+
+
+def _initializing(pod: Pod) -> str:
+    """The name of the first init container that has not finished; a sidecar has, once it has started."""
+    server = pod.container(names.SERVER_CONTAINER)
+    if server is None or server.state.waiting is None or server.state.waiting.reason != "PodInitializing":
+        return ""
+    unfinished = (one for one in pod.status.init_container_statuses if not (one.ready or one.started))
+    return next((one.name for one in unfinished), "")
+
+
+def _last_exit(container: ContainerStatus | None) -> str:
+    """How the container's last run ended: `OOMKilled (exit code 137)`, with its termination message if it left one."""
+    ended = _last_end(container)
     if ended is None:
         return ""
-    how, word = f"{ended.reason or 'Error'} (exit code {ended.exit_code})", _termination_message(pod)
+    how, word = f"{ended.reason or 'Error'} (exit code {ended.exit_code})", _shortened(ended.message)
     return f"{how}: {word}" if word else how
 
 
 def _termination_message(pod: Pod) -> str:
-    ended = _last_end(pod)
-    return " ".join(ended.message.split())[:TERMINATION_MESSAGE_SHOWN] if ended is not None else ""
+    ended = _last_end(pod.container(names.SERVER_CONTAINER))
+    return _shortened(ended.message) if ended is not None else ""
 
 
-def _last_end(pod: Pod) -> Terminated | None:
-    server = pod.container(names.SERVER_CONTAINER)
-    return (server.state.terminated or server.last_state.terminated) if server is not None else None
+def _shortened(message: str) -> str:
+    return " ".join(message.split())[:TERMINATION_MESSAGE_SHOWN]
+
+
+def _last_end(container: ContainerStatus | None) -> Terminated | None:
+    return (container.state.terminated or container.last_state.terminated) if container is not None else None
 
 
 def _number(text: str | None) -> int:

@@ -113,6 +113,7 @@ class Scraper(Generic[AddressT, KeyT]):
         self._sooner = asyncio.Event()
         self._learned: dict[str, float] = {}  # when fresh load came last from another source
         self._silent: set[str] = set()
+        self._refused: set[str] = set()  # replicas that answered 401 last time
         self._in_flight: dict[str, asyncio.Task[None]] = {}
         self._slots: FairSlots[KeyT] = FairSlots(total=CALLS, per_owner=CALLS_OF_A_SERVICE)
         self._silent_slots: FairSlots[KeyT] = FairSlots(total=SILENT_CALLS, per_owner=SILENT_CALLS_OF_A_SERVICE)
@@ -125,6 +126,10 @@ class Scraper(Generic[AddressT, KeyT]):
     def sample(self, uid: str) -> Sample | None:
         """The newest sample of one replica, however old."""
         return self._samples.get(uid)
+
+    def refuses_token(self, uid: str) -> bool:
+        """Whether the replica answered 401 when it was last asked: it accepts tokens of another admin master."""
+        return uid in self._refused
 
     def watch(self, target: Target[AddressT, KeyT]) -> None:
         """Scrape this replica from now on, or under its new address or state."""
@@ -144,6 +149,7 @@ class Scraper(Generic[AddressT, KeyT]):
         for known in (self._targets, self._samples, self._due, self._learned):
             known.pop(uid, None)
         self._silent.discard(uid)
+        self._refused.discard(uid)
 
     def learn(self, uid: str, *, at: datetime, kv_usage: float, running: int, waiting: int) -> None:
         """Take a replica's load from another source. It counts if it is newer than what the replica said itself.
@@ -233,12 +239,16 @@ class Scraper(Generic[AddressT, KeyT]):
                 signals = await self._ask(target.address)
                 capacity = await self._capacity(target, signals, before)
         except Exception as exc:  # noqa: BLE001  one broken replica must never end the asking of the others
+            if target.uid in self._targets and getattr(exc, "status", None) == 401 and target.uid not in self._refused:
+                self._refused.add(target.uid)
+                self._on_news(target.service, False)
             if not target.is_starting:
                 self._on_error(exc)
                 self._silent.add(target.uid)
             log.debug("no signals", replica=str(target.address), error=str(exc))
             return
         self._silent.discard(target.uid)
+        self._refused.discard(target.uid)
         if target.uid not in self._targets:
             return  # the pod was deleted while it answered
         after = Sample.of(signals, self._now(), capacity)

@@ -16,6 +16,7 @@ from slipway_runtime.storage.source import (
     Interrupted,
     ModelNotFoundError,
     RemoteFile,
+    describe_silence,
 )
 from slipway_runtime.storage.web import Web
 
@@ -99,4 +100,4 @@ class HubSource:
                 raise FetchError(f"{urlsplit(self._endpoint).netloc} answers {status} for {self.name}") from error
             raise Interrupted(f"status {status}") from error
         except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]  # of the HTTP library it uses
-            raise Interrupted(type(error).__name__) from error
+            raise Interrupted(describe_silence(urlsplit(self._endpoint).netloc, error)) from error

@@ -19,6 +19,7 @@ from slipway_runtime.storage.source import (
     Interrupted,
     ModelNotFoundError,
     RemoteFile,
+    describe_silence,
     parse_sums,
     read_whole,
 )
@@ -126,7 +127,7 @@ class S3Source:
         except aws.ClientError as error:
             raise self._told(error) from error
         except (aws.HTTPClientError, aws.BotoCoreError, aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Interrupted(type(error).__name__) from error
+            raise Interrupted(describe_silence(self._host, error)) from error
 
     def _told(self, error: Any) -> Exception:
         status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))

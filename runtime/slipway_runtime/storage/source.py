@@ -14,6 +14,8 @@ Each message of an error is one sentence for the user: with the host, never with
 
 import json
 import re
+import socket
+import ssl
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -52,6 +54,25 @@ class Interrupted(Exception):  # noqa: N818  it says what it is
     def __init__(self, reason: str, retry_after: float = 0.0) -> None:
         super().__init__(reason)
         self.retry_after = retry_after
+
+
+def describe_silence(host: str, error: BaseException) -> str:
+    """`huggingface.co: its name cannot be resolved (DNS)`: the host and the cause below the library's error."""
+    chain: list[BaseException] = []
+    seen: BaseException | None = error
+    while seen is not None and seen not in chain:
+        chain.append(seen)
+        seen = seen.__cause__ or seen.__context__
+    for one in chain:
+        if isinstance(one, socket.gaierror):
+            return f"{host}: its name cannot be resolved (DNS)"
+        if isinstance(one, ssl.SSLError):
+            return f"{host}: TLS fails ({type(one).__name__}: {str(one)[:200]})"
+        if isinstance(one, ConnectionRefusedError):
+            return f"{host}: the connection is refused"
+        if isinstance(one, TimeoutError) or "Timeout" in type(one).__name__:
+            return f"{host}: no answer in time"
+    return f"{host}: {type(error).__name__}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from slipway_runtime.storage.source import (
     Interrupted,
     ModelNotFoundError,
     RemoteFile,
+    describe_silence,
     parse_sums,
     read_whole,
 )
@@ -95,7 +96,7 @@ class Web:
                     if not left:
                         return
             except httpx.TransportError as error:
-                raise Interrupted(type(error).__name__) from error
+                raise Interrupted(describe_silence(urlsplit(url).netloc, error)) from error
         raise Interrupted("the file ended early")
 
     def close(self) -> None:
@@ -123,7 +124,7 @@ class _Answer:
         try:
             self._response = self._client.send(self._request, stream=True)
         except httpx.TransportError as error:
-            raise Interrupted(type(error).__name__) from error
+            raise Interrupted(describe_silence(self._host, error)) from error
         except (httpx.InvalidURL, httpx.RequestError) as error:
             raise FetchError(f"{self._host} cannot be asked for {self._name}: {type(error).__name__}") from error
         status = self._response.status_code

@@ -6,18 +6,29 @@ Who answers a name is decided by `slipway_api.model_names`, for operator and gat
 from slipway_api.conditions import ConditionStatus, Reason
 from slipway_api.model_names import namespace_of
 from slipway_operator.core.observed import Observed
+from slipway_operator.core.words import count
 
 
-def route_condition(observed: Observed, ready: int) -> tuple[ConditionStatus, Reason, str]:
-    """Status, reason and message of the condition RouteReady."""
+def route_condition(observed: Observed, ready: int, stalled: str = "") -> tuple[ConditionStatus, Reason, str]:
+    """Status, reason and message of the condition RouteReady; `stalled`: why no replica can start, as Stalled says."""
     service = observed.service
     # Of a spec that cannot be read, the name that status recorded before still counts.
     served_name = (observed.fault and service.status.served_name) or service.served_name
     if sentence := name_conflict(observed):
         return ConditionStatus.FALSE, Reason.NAME_CONFLICT, sentence
+    gateways = observed.gateways
+    if gateways is not None and not gateways.answering:
+        return (
+            ConditionStatus.FALSE,
+            Reason.NO_GATEWAY,
+            f"0 of {count(gateways.running, 'running gateway')} answer the operator, so no client reaches the service; "
+            f"see kubectl get pods -n {gateways.namespace} -l {gateways.selector}",
+        )
     sentence = f"the gateway serves it as {served_name!r}"
     if ready:
         return ConditionStatus.TRUE, Reason.ROUTED, sentence
+    if stalled:
+        return ConditionStatus.FALSE, Reason.NO_READY_REPLICAS, f"{sentence} once a replica is ready; {stalled}"
     autoscaling = service.spec.autoscaling
     if autoscaling is not None and autoscaling.scale_to_zero is not None:
         return ConditionStatus.TRUE, Reason.ROUTED, f"{sentence}, and holds requests until a replica is ready"

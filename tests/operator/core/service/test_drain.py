@@ -72,7 +72,7 @@ def test_gives_up_after_the_timeout_and_says_what_was_left():
     (event,) = steps.events
     assert event.reason == "DrainTimedOut"
     assert event.reason.type == "Warning"
-    assert "2 requests unfinished" in event.message
+    assert "2 unfinished requests" in event.message
 
 
 def test_the_clock_is_on_the_pod_so_a_new_operator_does_not_start_it_over():
@@ -95,3 +95,13 @@ def test_a_replica_that_is_not_ready_but_still_streams_is_drained():
 def test_what_has_ended_is_deleted_and_what_is_being_deleted_is_left_alone():
     assert isinstance(look(a_pod().failed()).actions[0], DeletePod)
     assert look(a_pod().ready().deleted()).actions == ()
+
+
+@pytest.mark.capability("OP-18")
+def test_a_refused_token_is_not_told_as_silence():
+    """review/operator-users.md 14, review/shipping.md 4."""
+    steps = look(a_pod().draining().but(refuses_token=True), after=300)
+
+    (event,) = steps.events
+    assert "refuses the operator's token (401): was the Secret slipway-admin-master replaced?" in event.message
+    assert "does not answer" not in event.message

@@ -121,7 +121,7 @@ def test_a_crash_looping_replica_gets_another_try_elsewhere_and_the_service_says
     world.run(2)
     stalled = world.condition("Stalled")
     assert stalled.reason == "CrashLooping"
-    assert f"kubectl logs {name} --previous" in stalled.message
+    assert f"kubectl logs -n demo {name} --previous" in stalled.message
     assert world.condition("Ready").reason == "CrashLooping"
     assert world.condition("Ready").status is ConditionStatus.FALSE
 
@@ -159,7 +159,7 @@ def test_a_model_that_is_not_there_is_named_from_the_first_crash_on_until_a_repl
     while name in world.pods or not world.pods:
         world.run(1)
         assert world.condition("Stalled") == stalled, "its successor has not looked yet"
-    assert world.event_reasons().count("ModelDownloadFailed") == 1
+    assert world.event_reasons().count("ModelNotFound") == 1
 
     world.run(60)
     assert world.condition("Ready").reason == "Available"
@@ -342,7 +342,7 @@ def test_a_quota_is_named_beside_replicas_that_serve_while_others_of_a_fixed_num
         assert conditions["Ready"].reason == "Degraded"
         assert conditions["Stalled"].reason == "QuotaExceeded"
         assert conditions["Stalled"].message == f"{message}; raise the quota or lower the number of replicas"
-        assert [event.message for event in made.events if event.reason == "ScalingLimited"] == [
+        assert [event.message for event in made.events if event.reason == "QuotaExceeded"] == [
             conditions["Stalled"].message
         ]
         world.failures = ()

@@ -76,6 +76,9 @@ def test_another_part_of_the_environment_is_the_specs_own(model):
             "CredentialsInvalid",
             "403 of hf://o/m; check the Secret of spec.model",
         ),
+        # review/shipping.md 9 and 11
+        ("InvalidSpec: spec.model.chatTemplate: unexpected '}'", "InvalidSpec", "refuses the spec: spec.model.chat"),
+        ("HubUnreachable: hf://o/m does not answer: h: DNS", "HubUnreachable", "check the network of the nodes"),
         ("DoesNotFit: weights 14 GiB exceed 8 GiB", "DoesNotFit", "does not fit: weights 14 GiB exceed 8 GiB"),
     ],
 )
@@ -196,7 +199,7 @@ def test_a_replica_that_crashes_again_and_again_is_one_condition_and_one_warning
 
     assert find_condition(statuses[0].conditions, "Stalled").reason == "CrashLooping"
     assert texts(statuses)[0] == texts(statuses)[1]
-    assert [event.reason for event in warnings] == ["ReplicaUnhealthy"]
+    assert [event.reason for event in warnings] == ["CrashLooping"]
     assert "ended 4 times" in warnings[0].message
     assert "out of memory" in warnings[0].message
 

@@ -7,8 +7,9 @@ import pytest
 from slipway_api.conditions import ConditionStatus, find_condition
 from slipway_api.inference_status import InferenceServiceStatus
 from slipway_api.model_names import NameConflict
+from slipway_operator.core.observed import Failure, GatewayCount
 from slipway_operator.core.service.plan import Plan, plan
-from tests.builders import DEFAULTS, T0, a_pod, a_service, minutes, seen
+from tests.builders import DEFAULTS, T0, a_pod, a_service, minutes, promised, seen
 
 pytestmark = pytest.mark.capability("OP-2", "SE-8")
 
@@ -83,3 +84,37 @@ def test_the_columns_ready_and_status_show_a_name_that_is_taken(conflict, has_te
 def test_a_missing_replica_is_told_before_a_name_and_a_suspended_service_is_no_fault():
     assert said(planned(NEAR), "Ready")[1] != "NameConflict"
     assert said(planned(NEAR, suspend=True), "Ready") == ("True", "ScaledToZero")
+
+
+@pytest.mark.capability("OP-18")
+def test_without_a_gateway_the_route_is_not_ready_and_one_event_names_the_command():
+    """review/shipping.md 3: RouteReady said that the gateway serves it, while there was none."""
+    service = promised(a_service(), 1)
+    pod = a_pod(service=service).ready()
+    none = GatewayCount(answering=0, running=2, namespace="slipway-system", selector="a=b")
+
+    made = plan(replace(seen(service, pod), gateways=none), T0)
+    later = service.model_copy(update={"status": made.status})
+    again = plan(replace(seen(later, pod), gateways=none), T0 + minutes(1))
+    back = plan(replace(seen(later, pod), gateways=replace(none, answering=1)), T0 + minutes(2))
+
+    condition = find_condition(made.status.conditions, "RouteReady")
+    assert (condition.status, condition.reason) == (ConditionStatus.FALSE, "NoGateway")
+    assert "0 of 2 running gateways answer" in condition.message
+    assert "kubectl get pods -n slipway-system -l a=b" in condition.message
+    assert [one.message for one in made.events if one.reason == "NoGateway"] == [condition.message]
+    assert "NoGateway" not in {one.reason for one in again.events}
+    assert find_condition(back.status.conditions, "RouteReady").reason == "Routed"
+
+
+@pytest.mark.capability("OP-18")
+def test_a_service_at_zero_whose_replicas_are_refused_does_not_say_that_it_holds_requests():
+    """review/shipping.md 33: requests waited for a replica that could not come."""
+    zero = {"minReplicas": 0, "maxReplicas": 1, "scaleToZero": {"idleSeconds": 60}}
+    service = promised(a_service(autoscaling=zero), 1)
+    refused = Failure(action="CreatePod chat-x-0-0", reason="Forbidden", message="exceeded quota: gpus", at=T0)
+
+    condition = find_condition(plan(seen(service, failures=(refused,)), T0).status.conditions, "RouteReady")
+
+    assert (condition.status, condition.reason) == (ConditionStatus.FALSE, "NoReadyReplicas")
+    assert "exceeded quota: gpus; raise the quota" in condition.message

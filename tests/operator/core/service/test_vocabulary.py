@@ -15,7 +15,7 @@ from slipway_api.inference_service import InferenceService
 from slipway_api.model_names import NameConflict
 from slipway_api.slo import SLOPeriod, SLOStatus
 from slipway_api.vocabulary import CONDITIONS, EVENTS, LIMITS
-from slipway_operator.core.observed import Failure
+from slipway_operator.core.observed import Failure, GatewayCount, GPUSupply
 from slipway_operator.core.pulls import PullPod, PullsSeen
 from slipway_operator.core.service.model.pulls import pull_digest
 from slipway_operator.core.service.plan import Plan, plan
@@ -92,7 +92,11 @@ def below_desired() -> Said:
 def first_start() -> Said:
     service = one(uri="hf://org/model")
     states = [(starting("Loading", service),), (starting("Downloading", service),)]
-    return said_in([*passes(service, *states), *passes(service, (a_pod(service=service).unschedulable(),))])
+    waiting = a_pod(service=service).unschedulable()
+    tainted = waiting.but(unschedulable="0/2 nodes are available: 2 node(s) had untolerated taint.")
+    small = replace(seen(service, waiting), gpu_supply=GPUSupply(nodes=0, largest=0, largest_of_product=0))
+    more = [*passes(service, (waiting,)), *passes(service, (tainted,)), plan(small, T0)]
+    return said_in([*passes(service, *states), *more])
 
 
 def stalled() -> Said:
@@ -111,12 +115,20 @@ def stalled() -> Said:
             *passes(service, (crashing.but(termination_message="DoesNotFit: too small"),)),
             *passes(service, (pod.cannot_pull(),)),
             *passes(service, (crashing.but(termination_message="ModelNotFound: no such repository"),)),
+            *passes(service, (crashing.but(termination_message="HubUnreachable: no answer"),)),
             *passes(gated, (no_secret,)),
             *passes(slow, (loading,), (loading,), (loading,)),
             *passes(service, (), failures=refused("Forbidden", QUOTA)),
+            *passes(service, (), failures=refused("Forbidden", "admission webhook denied the request")),
+            *passes(service, (), failures=refused("NameConflict", "there is a Service chat of another owner")),
             *passes(service, (crashing,)),
         ]
     )
+
+
+def refusing_the_operators_token() -> Said:
+    service = one(autoscaling={"maxReplicas": 2})
+    return said_in(passes(service, (a_pod(service=service).ready().but(refuses_token=True),)))
 
 
 def likely_to_be_regretted() -> Said:
@@ -143,7 +155,10 @@ def one_name_for_two_services() -> Said:
     pod = a_pod(service=service).slot(0).ready()
     observed = seen(service, pod, name_conflict=elsewhere)
     with_tenants = replace(observed, defaults=replace(observed.defaults, has_tenants=True))
-    return said_in([*passes(service, (), name_conflict=older), plan(observed, T0), plan(with_tenants, T0)])
+    nobody = replace(observed, gateways=GatewayCount(answering=0, running=0, namespace="s", selector="a=b"))
+    nobody = replace(nobody, name_conflict=None)
+    said = [plan(one, T0) for one in (observed, with_tenants, nobody)]
+    return said_in([*passes(service, (), name_conflict=older), *said])
 
 
 def life_of_a_fixed_fleet() -> Said:
@@ -299,6 +314,7 @@ SCENARIOS: list[Callable[[], Said]] = [
     below_desired,
     first_start,
     stalled,
+    refusing_the_operators_token,
     likely_to_be_regretted,
     one_name_for_two_services,
     a_warm_pool,

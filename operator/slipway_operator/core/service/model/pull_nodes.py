@@ -13,11 +13,11 @@ What changes from minute to minute (free memory, free GPUs, readiness) does not 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from slipway_api import names
 from slipway_api.inference_service import InferenceServiceSpec
 from slipway_api.types import parse_quantity
 from slipway_operator.core.pulls import PullNode
 
-GPU_PRODUCT_LABEL: Final = "nvidia.com/gpu.product"
 _CONDITION_TAINTS: Final = "node.kubernetes.io/"  # of the node lifecycle: not ready, under pressure, cordoned
 
 
@@ -26,7 +26,7 @@ def nodes_for(spec: InferenceServiceSpec, nodes: Sequence[PullNode]) -> tuple[Pu
     gpu, overlay = spec.resources.gpu, spec.template.spec
     selector = dict(overlay.node_selector)
     if gpu.count and gpu.product:
-        selector[GPU_PRODUCT_LABEL] = gpu.product
+        selector[names.GPU_PRODUCT_LABEL] = gpu.product
     tolerations = pull_tolerations(spec)
     fit = [
         node

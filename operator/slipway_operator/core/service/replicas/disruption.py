@@ -121,7 +121,7 @@ def rules_of(member: Member, rules: DrainRules, now: datetime) -> DrainRules:
 def _scaler_changes(member: Member, service: InferenceService) -> dict[str, str | None]:
     """A replica is protected from its creation until it is ready or broken, and never again."""
     replica, users = member.replica, service.spec.template.metadata.annotations
-    is_starting = member.stage in (Stage.LOADING, Stage.UNSCHEDULABLE)
+    is_starting = member.stage in (Stage.LOADING, Stage.UNSCHEDULABLE) or member.stage.is_queued
     if is_starting and replica.safe_to_evict == PROTECTED and service.spec.availability.protect_startup:
         return {}
     changes: dict[str, str | None] = {}

@@ -18,6 +18,7 @@ from slipway_api.conditions import EventReason
 from slipway_api.names import STATE_DRAINING
 from slipway_operator.core.actions import DeletePod, DrainPod, Event, Steps
 from slipway_operator.core.observed import Replica
+from slipway_operator.core.words import REFUSED_KEY, count
 
 GRACE_AFTER_DRAIN_SECONDS: Final = 30  # for a replica without requests, or past the timeout: a clean exit
 ASK_AGAIN: Final = timedelta(seconds=2)  # how often a draining replica is checked
@@ -74,7 +75,8 @@ def _go_on(replica: Replica, rules: DrainRules, now: datetime) -> Steps:
     sample = replica.sample if replica.sample and replica.sample.at >= started else None
 
     if now >= deadline:
-        left = f"{sample.requests} requests unfinished" if sample else "the replica does not answer"
+        silence = f"the replica refuses {REFUSED_KEY}" if replica.refuses_token else "the replica does not answer"
+        left = count(sample.requests, "unfinished request") if sample else silence
         seconds = int(rules.timeout.total_seconds())
         reason = f"the drain of {replica.name} timed out after {seconds}s: {left}"
         event = Event(reason=EventReason.DRAIN_TIMED_OUT, action="Delete", message=reason, pod=replica.name)

@@ -23,7 +23,6 @@ from slipway_operator.core.service.replicas.drain import GRACE_AFTER_DRAIN_SECON
 from slipway_operator.core.service.rollout.revision import Revision, owner_reference
 
 PREFERRED: Final = "preferredDuringSchedulingIgnoredDuringExecution"
-GPU_PRODUCT_LABEL: Final = "nvidia.com/gpu.product"
 # If NVIDIA's runtime is the node's default, a container without this variable sees all GPUs of the node.
 NO_GPU: Final = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
 OWN_MOUNTS: Final = {"tmp": "/tmp", "run": names.RUN_DIRECTORY, "cache": names.CACHE_DIRECTORY}  # noqa: S108  a mount
@@ -288,7 +287,7 @@ def _spread_over_nodes(service: InferenceService) -> dict[str, Any]:
 
 def _placement(service: InferenceService, avoid_node: str) -> dict[str, Any]:
     overlay, gpu = service.spec.template.spec, service.spec.resources.gpu
-    product = {GPU_PRODUCT_LABEL: gpu.product} if gpu.count and gpu.product else {}
+    product = {names.GPU_PRODUCT_LABEL: gpu.product} if gpu.count and gpu.product else {}
     return _if_any(
         nodeSelector=overlay.node_selector | product,
         affinity=_affinity(overlay.affinity, avoid_node),

@@ -71,7 +71,7 @@ def step(
     old_live = [member for member in old if member.is_live]
     still_draining = [member for member in members if _drains_and_counts(member, revisions.update)]
     doubles = _doubles(new)
-    new_waits_for_node = any(member.stage is Stage.UNSCHEDULABLE for member in new)
+    new_waits_for_node = any(member.stage is Stage.UNSCHEDULABLE or member.stage.is_queued for member in new)
 
     new_ready = _ready(new)
     # 3 desired + 1 surge - 2 old live - 1 that drains = 1 place.
@@ -134,7 +134,7 @@ def split_step(
     others = [one for one in old if one.is_live and one.replica.revision != revisions.stable]
     draining = [member for member in members if _drains_and_counts(member, revisions.update)]
     doubles = _doubles(new)
-    new_waits_for_node = any(member.stage is Stage.UNSCHEDULABLE for member in new)
+    new_waits_for_node = any(member.stage is Stage.UNSCHEDULABLE or member.stage.is_queued for member in new)
 
     # 3 desired + 1 surge - 3 stable live - 0 that drain = 1 place for a canary.
     room = desired + limits.max_surge - len(stable_live) - len(others) - len(draining) - doubles

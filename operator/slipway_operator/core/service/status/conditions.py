@@ -12,7 +12,8 @@ of decisions but never live numbers. What it tells of autoscaling is in `scaling
 | some           | > 0     |                                       | True Degraded                        |
 | none           | > 0     | Stalled                               | False, with the reason of Stalled    |
 | none           | > 0     | it was available before               | False NoReadyReplicas                |
-| none           | > 0     | no node has a GPU                     | Unknown WaitingForGPU                |
+| none           | > 0     | no node has a free GPU                | Unknown WaitingForGPU                |
+| none           | > 0     | no node takes it for another cause    | Unknown Unschedulable                |
 | none           | > 0     | a replica brings the model            | Unknown DownloadingModel             |
 | none           | > 0     | it loads for the first time           | Unknown Loading                      |
 """
@@ -63,6 +64,7 @@ from slipway_operator.core.service.status.accounting import NOT_ACCOUNTED, Accou
 from slipway_operator.core.service.status.performance import measure_performance
 from slipway_operator.core.service.status.problems import Problems, find_problems
 from slipway_operator.core.service.status.scaling_status import autoscaling_status, scaling_condition
+from slipway_operator.core.words import count
 
 MOST_REVISIONS: Final = 6
 
@@ -139,7 +141,7 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         observed_generation=service.metadata.generation,
         conditions=_conditions(observed, decided, ready, autoscaling, now),
         url=url,
-        addresses=_addresses(service, url),
+        addresses=_addresses(observed, url),
         replicas=len(decided.members),
         ready_replicas=ready,
         updated_replicas=len(updated),
@@ -173,13 +175,19 @@ OPEN_MESSAGE: Final = (
 )
 
 
-def _addresses(service: InferenceService, gateway: str) -> tuple[Address, ...]:
-    """The gateway's URL, and the Kubernetes Service's where replicas take requests without a serving token."""
+def _addresses(observed: Observed, gateway: str) -> tuple[Address, ...]:
+    """The gateway's URL, and the Kubernetes Service's if replicas accept requests without a serving token.
+
+    A Service of that name which another owner made, or which the API server refused, is not an address of this object.
+    """
+    service = observed.service
     through_gateway = Address(name="gateway", url=gateway)
-    if service.direct_access is DirectAccess.GATEWAY_ONLY:
-        return (through_gateway,)
     name, namespace = service.metadata.name, service.metadata.namespace
-    return through_gateway, Address(name="service", url=f"http://{name}.{namespace}.svc.cluster.local/v1")
+    is_missing = any(one.action == f"ApplyChild Service/{name}" for one in observed.failures)
+    if service.direct_access is DirectAccess.GATEWAY_ONLY or is_missing:
+        return (through_gateway,)
+    url = f"http://{name}.{namespace}.svc.{observed.defaults.cluster_domain}/v1"
+    return through_gateway, Address(name="service", url=url)
 
 
 def deletion_status(observed: Observed, members: Sequence[Member]) -> InferenceServiceStatus:
@@ -294,7 +302,8 @@ def _conditions(
         Reason.AVAILABLE if enough else (Reason.DEGRADED if ready else Reason.NO_READY_REPLICAS),
         problems.summarize(ready, decided.desired),
     )
-    write(ConditionType.ROUTE_READY, *route_condition(observed, ready))
+    hindrance = stalled[1] if stalled and decided.desired else ""
+    write(ConditionType.ROUTE_READY, *route_condition(observed, ready, hindrance))
 
     if stalled:
         write(ConditionType.STALLED, True, *stalled)
@@ -302,7 +311,7 @@ def _conditions(
         write(ConditionType.STALLED, True, reason, message)  # no pass changes it: a person has to
     else:
         conditions = remove_condition(conditions, ConditionType.STALLED)
-    if not stalled and (progress := _progress(observed, decided, enough)):
+    if not stalled and (progress := _progress(observed, decided, problems, enough)):
         write(ConditionType.RECONCILING, True, *progress)
     else:
         conditions = remove_condition(conditions, ConditionType.RECONCILING)
@@ -317,7 +326,7 @@ def _conditions(
     elif not _keeps_canary_condition(service, decided):
         conditions = remove_condition(conditions, ConditionType.CANARY_HEALTHY)
 
-    scaling = None if suspended else scaling_condition(service, decided.scale, autoscaling)
+    scaling = None if suspended else scaling_condition(service, decided.scale, autoscaling, decided.members)
     if scaling:
         write(ConditionType.SCALING_ACTIVE, *scaling)
     else:
@@ -373,8 +382,8 @@ def _readiness(
     served = was is not None and was.status is ConditionStatus.TRUE and was.reason != Reason.SCALED_TO_ZERO
     if served or (was is not None and was.reason in (Reason.NO_READY_REPLICAS, Reason.NAME_CONFLICT)):
         return ConditionStatus.FALSE, Reason.NO_READY_REPLICAS, sentence
-    if problems.waits_for_gpu:
-        return ConditionStatus.UNKNOWN, Reason.WAITING_FOR_GPU, sentence
+    if problems.waits_for_node is not None:
+        return ConditionStatus.UNKNOWN, problems.waits_for_node, sentence
     return ConditionStatus.UNKNOWN, Reason.DOWNLOADING_MODEL if problems.downloads else Reason.LOADING, sentence
 
 
@@ -384,20 +393,21 @@ def _why_none(decided: Decided) -> str:
     return "no requests come: the first one starts a replica, and is held by the gateway until then"
 
 
-def _progress(observed: Observed, decided: Decided, enough: bool) -> tuple[Reason, str] | None:
-    """The reason and message of Progressing; None when nothing is under way."""
+def _progress(observed: Observed, decided: Decided, problems: Problems, enough: bool) -> tuple[Reason, str] | None:
+    """The reason and message of Reconciling; None if nothing is under way."""
     before = observed.service.status
+    causes = "".join(f"; {cause}" for cause in (*problems.refusals, *problems.obstacles))
     if decided.rollout.is_rolling:
         waits = f": {decided.progress.holds}" if decided.progress.holds else ""
         if decided.target.is_rollback:
             return (
                 Reason.ROLLING_OUT,
-                f"revision {decided.revision.hash} takes the place of {decided.target.asked.hash}",
+                f"revision {decided.revision.hash} takes the place of {decided.target.asked.hash}{causes}",
             )
-        return Reason.ROLLING_OUT, f"revision {decided.revision.hash} replaces {before.current_revision}{waits}"
+        return Reason.ROLLING_OUT, f"revision {decided.revision.hash} replaces {before.current_revision}{waits}{causes}"
     if not enough:
         wait = f"; {decided.pool_wait}" if decided.pool_wait else ""
-        return Reason.SCALING_UP, f"{decided.desired} replicas are wanted{wait}"
+        return Reason.SCALING_UP, f"{count(decided.desired, 'replica is', 'replicas are')} wanted{wait}{causes}"
     return None
 
 
@@ -405,10 +415,13 @@ def progress_deadline(observed: Observed, decided: Decided) -> datetime | None:
     """When the rollout, or the first start, will have made no progress for too long; None when it is done."""
     if _is_settled(decided) or observed.service.status.update_revision != decided.target.asked.hash:
         return None  # done, or begun this very moment
+    if any(one.stage.is_queued and one.replica.revision == decided.revision.hash for one in decided.members):
+        return None  # who holds the queue decides when the time begins
     new = [one.replica for one in decided.members if one.replica.revision == decided.revision.hash]
     old = [one.replica for one in decided.members if one.replica.revision != decided.revision.hash]
     # Only steps that no retry repeats are progress: a first attempt, a replica that became ready, one that ended.
     moments = [one.created_at for one in new if one.attempt == 0]
+    moments += [one.scheduled_at for one in new if one.attempt == 0 and one.scheduled_at]
     moments += [one.ready_since for one in new if one.ready and one.ready_since]
     moments += [one.drain_started for one in old if one.drain_started]
     reconciling = find_condition(observed.service.status.conditions, ConditionType.RECONCILING)
@@ -430,7 +443,8 @@ def _past_deadline(
     if was and (was.reason != Reason.PROGRESS_DEADLINE_EXCEEDED or before.update_revision != decided.target.asked.hash):
         was = None
     # Attempts begin and end while it is stalled, so an old deadline may no longer follow from them: it still holds.
-    still = was is not None and (deadline is None or deadline <= was.last_transition_time)
+    is_queued = any(one.stage.is_queued for one in decided.members)
+    still = was is not None and not is_queued and (deadline is None or deadline <= was.last_transition_time)
     if not still and (deadline is None or now < deadline):
         return None
     seconds = observed.service.spec.rollout.progress_deadline_seconds

@@ -12,13 +12,15 @@ from collections.abc import Set as AbstractSet
 from slipway_api.conditions import Condition, ConditionStatus, ConditionType, EventReason, Reason, find_condition
 from slipway_api.inference_status import InferenceServiceStatus
 from slipway_api.names import STATE_DRAINING
+from slipway_api.vocabulary import STALLED_MEANINGS
 from slipway_operator.core.actions import Event
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed, Replica
 from slipway_operator.core.service.replicas.suspension import find_suspension_events, is_suspended
 from slipway_operator.core.service.status.advice import find_advice, find_load_advice
 from slipway_operator.core.service.status.conditions import Decided
-from slipway_operator.core.service.status.problems import describe_replica
+from slipway_operator.core.service.status.placement import SURGE_REMEDY
+from slipway_operator.core.service.status.problems import describe_replica, ended_runs, is_unready_in
 from slipway_operator.core.service.status.scaling_status import scaling_events
 
 
@@ -30,6 +32,8 @@ def find_events(observed: Observed, after: InferenceServiceStatus, decided: Deci
         *_scaling_events(observed, after, decided),
         *_rollout_events(before, after),
         *_failure_events(observed, decided),
+        *_causes_found(observed, decided),
+        *_obstacle_events(before, after),
         *_ready_events(before, observed.ready_before, decided),
         *find_warnings(before, after),
         *find_advice(observed.service),
@@ -64,6 +68,14 @@ def _rollout_events(before: InferenceServiceStatus, after: InferenceServiceStatu
     return events
 
 
+def _obstacle_events(before: InferenceServiceStatus, after: InferenceServiceStatus) -> list[Event]:
+    """A rollout that waits for a GPU which its own old replicas hold; once, however often the scheduler tries."""
+    was, now = (find_condition(status.conditions, ConditionType.RECONCILING) for status in (before, after))
+    if now is None or SURGE_REMEDY not in now.message or (was is not None and SURGE_REMEDY in was.message):
+        return []
+    return [Event(reason=EventReason.WAITING_FOR_GPU, action="Rollout", message=now.message)]
+
+
 def _failure_events(observed: Observed, decided: Decided) -> list[Event]:
     """Replicas that were ready in the pass before and are not any more, though they were not asked to go.
 
@@ -85,6 +97,25 @@ def _failure_events(observed: Observed, decided: Decided) -> list[Event]:
             pod=name,
         )
         for name, sentence in sorted(sentences.items())
+    ]
+
+
+def _causes_found(observed: Observed, decided: Decided) -> list[Event]:
+    """How a replica ended whose probe had failed before: the kubelet often writes that a moment later.
+
+    The status before still says that the replica is unready, so each end is reported once.
+    """
+    was = find_condition(observed.service.status.conditions, ConditionType.WORKLOAD_AVAILABLE)
+    return [
+        Event(
+            reason=EventReason.REPLICA_UNHEALTHY,
+            action="Observe",
+            message=describe_replica(one, observed, decided.revision),
+            pod=one.replica.name,
+        )
+        for one in decided.members
+        if was is not None and ended_runs(one.replica) and one.replica.last_exit and not one.is_ready
+        if is_unready_in(was.message, one.replica) and not _was_asked_to_go(one.replica)
     ]
 
 
@@ -121,20 +152,15 @@ def _since_claim(replica: Replica) -> str:
 
 
 _WARNINGS = {
-    (ConditionType.STALLED, Reason.PROGRESS_DEADLINE_EXCEEDED): EventReason.PROGRESS_DEADLINE_EXCEEDED,
-    (ConditionType.STALLED, Reason.INVALID_SPEC): EventReason.INVALID_SPEC,
-    (ConditionType.STALLED, Reason.IMAGE_PULL_FAILED): EventReason.REPLICA_UNHEALTHY,
-    (ConditionType.STALLED, Reason.MODEL_NOT_FOUND): EventReason.MODEL_DOWNLOAD_FAILED,
-    (ConditionType.STALLED, Reason.CREDENTIALS_INVALID): EventReason.MODEL_DOWNLOAD_FAILED,
-    (ConditionType.STALLED, Reason.CACHE_NOT_PERMITTED): EventReason.REPLICA_UNHEALTHY,
-    (ConditionType.STALLED, Reason.DOES_NOT_FIT): EventReason.REPLICA_UNHEALTHY,
-    (ConditionType.STALLED, Reason.CRASH_LOOPING): EventReason.REPLICA_UNHEALTHY,
-    (ConditionType.STALLED, Reason.QUOTA_EXCEEDED): EventReason.SCALING_LIMITED,
+    **{(ConditionType.STALLED, reason): EventReason(reason.value) for reason in STALLED_MEANINGS},
     (ConditionType.ROUTE_READY, Reason.NAME_CONFLICT): EventReason.NAME_CONFLICT,
+    (ConditionType.ROUTE_READY, Reason.NO_GATEWAY): EventReason.NO_GATEWAY,
     (ConditionType.READY, Reason.WAITING_FOR_GPU): EventReason.WAITING_FOR_GPU,
+    (ConditionType.READY, Reason.UNSCHEDULABLE): EventReason.UNSCHEDULABLE,
     (ConditionType.CANARY_HEALTHY, Reason.INCONCLUSIVE): EventReason.CANARY_INCONCLUSIVE,
     (ConditionType.CANARY_HEALTHY, Reason.ROLLED_BACK): EventReason.CANARY_ROLLED_BACK,
     (ConditionType.SCALING_ACTIVE, Reason.METRICS_STALE): EventReason.METRICS_STALE,
+    (ConditionType.SCALING_ACTIVE, Reason.KEY_REFUSED): EventReason.KEY_REFUSED,
     (ConditionType.SCALING_ACTIVE, Reason.METRICS_MISSING): EventReason.SCALING_HELD,
     (ConditionType.SCALING_ACTIVE, Reason.LIMITED_BY_MAX): EventReason.SCALING_LIMITED,
     (ConditionType.SCALING_ACTIVE, Reason.LIMITED_BY_BUDGET): EventReason.BUDGET_EXCEEDED,

@@ -1,14 +1,13 @@
 """Finds what keeps a service from serving, and says it in sentences that also name what to do.
 
-The reason of Stalled is what only a person can change. A quota is also told while some of a fixed number of replicas
-serve, the others only while none does:
+The reason of Stalled is a cause that only a person can remove. Refused writes are also reported while replicas serve,
+the others only while none does:
 
 | seen                                                    | reason             |
 |---------------------------------------------------------|--------------------|
 | the model does not fit its hardware, by arithmetic      | DoesNotFit         |
 | model.cache.policy Node, which is not permitted         | CacheNotPermitted  |
-| the API server refuses pods: over quota                 | QuotaExceeded      |
-| the API server refuses pods: not valid                  | InvalidSpec        |
+| the API server refuses a write                          | see `refusals`     |
 | the kubelet cannot pull the image                       | ImagePullFailed    |
 | the credentials' Secret, or its key, is not there       | CredentialsInvalid |
 | another Secret or ConfigMap of the environment is not   | InvalidSpec        |
@@ -32,16 +31,26 @@ from slipway_api.conditions import Condition, ConditionType, Reason, find_condit
 from slipway_api.inference_status import AttemptStatus
 from slipway_api.memory import DoesNotFit
 from slipway_api.runtime_api import ReadyReason
-from slipway_operator.core.health import Member, Stage
-from slipway_operator.core.observed import Failure, Observed, Replica
+from slipway_operator.core.health import STARTING, Member, Stage
+from slipway_operator.core.observed import Observed, Replica
 from slipway_operator.core.service.model import model_access
 from slipway_operator.core.service.model.fit import check_fit
-from slipway_operator.core.service.model.model_cache import describe_forbidden, find_refusal
+from slipway_operator.core.service.model.model_cache import find_refusal
 from slipway_operator.core.service.model.pulls import is_pull
 from slipway_operator.core.service.rollout.revision import Revision
+from slipway_operator.core.service.status.placement import (
+    describe_unschedulable,
+    find_impossible,
+    find_obstacle,
+    why_waiting,
+)
+from slipway_operator.core.service.status.refusals import describe_refusal, find_refusal_cause, is_quota_refusal
+from slipway_operator.core.words import count
 
 CRASHES_UNTIL_STALLED: Final = 3  # two restarts may be a slow node; three are a pattern
 PROBLEMS_SHOWN: Final = 3
+UNREADY: Final = " is not ready any more: "
+PROBE_FAILS: Final = "its readiness probe fails"
 
 # What begins the termination message of a runtime that only a person can help -> reason, and the sentence of the rest.
 _TERMINATION_MESSAGES: Final = {
@@ -50,6 +59,12 @@ _TERMINATION_MESSAGES: Final = {
         Reason.CREDENTIALS_INVALID,
         "the model may not be read: {}; check the Secret of spec.model.credentialsSecretRef",
     ),
+    names.WORD_HUB_UNREACHABLE: (
+        Reason.HUB_UNREACHABLE,
+        "the source of the model cannot be reached: {}; check the network of the nodes, spec.model.network and "
+        "spec.model.uri",
+    ),
+    names.WORD_INVALID_SPEC: (Reason.INVALID_SPEC, "the runtime refuses the spec: {}"),
     names.WORD_DOES_NOT_FIT: (Reason.DOES_NOT_FIT, "the model does not fit: {}"),
 }
 
@@ -66,6 +81,8 @@ _STAGE_SENTENCES: Final = {
     Stage.IMAGE_ERROR: "{replica} cannot pull its image",
     Stage.CONFIG_ERROR: "{replica} lacks a part of its environment",
     Stage.CRASHING: "{replica} keeps crashing",
+    Stage.GATED: "{replica} is held in a queue by a scheduling gate",
+    Stage.UNSEEN: "{replica} waits for a scheduler",
     Stage.UNSCHEDULABLE: "{replica} waits for a node",
     Stage.LOADING: "{replica} is loading",
 }
@@ -86,8 +103,9 @@ class Problems:
 
     replicas: tuple[str, ...] = ()  # sentences about replicas that do not serve, worst first
     refusals: tuple[str, ...] = ()  # what the API server refused
+    obstacles: tuple[str, ...] = ()  # what keeps a rollout from going on, with the remedy
     stalled: tuple[Reason, str] | None = None  # a person has to act
-    waits_for_gpu: bool = False
+    waits_for_node: Reason | None = None  # WaitingForGPU or Unschedulable
     downloads: bool = False  # a replica brings the model to its node, or failed to and starts over
 
     def summarize(self, ready: int, desired: int, revision: str = "") -> str:
@@ -119,13 +137,14 @@ def find_problems(
             *(describe_replica(one, observed, revision) for one in not_serving),
             *(_describe_pause(status) for status in waiting),
         ),
-        refusals=tuple(_describe_refusal(one) for one in observed.failures if not is_pull(one.action)),
+        refusals=tuple(describe_refusal(one) for one in observed.failures if not is_pull(one.action)),
         stalled=(
-            find_quota_refusal(observed, num_ready)
+            find_refusal_cause(observed, num_ready)
             if num_ready
             else find_stall_cause(observed, members, revision, attempts)
         ),
-        waits_for_gpu=bool(observed.service.spec.resources.gpu.count) and any(map(_is_unschedulable, members)),
+        obstacles=tuple(filter(None, [find_obstacle(observed, members, revision.hash)])),
+        waits_for_node=why_waiting(observed, members),
         downloads=any(_is_downloading(one) for one in members),
     )
 
@@ -139,15 +158,8 @@ def find_stall_cause(
         return Reason.CACHE_NOT_PERMITTED, f"no replica is started: {refusal}"
     if isinstance(fit := check_fit(revision.apply_to(observed.service).spec), DoesNotFit):
         return Reason.DOES_NOT_FIT, f"no replica is started: {fit.message}"
-    for failure in observed.failures:
-        if is_pull(failure.action):
-            continue  # condition ModelCached tells it: replicas may start all the same
-        if is_quota_refusal(failure):
-            return _describe_quota(failure)
-        if forbidden := describe_forbidden(failure):
-            return Reason.CACHE_NOT_PERMITTED, forbidden
-        if failure.reason == "Invalid" and failure.action.startswith("CreatePod"):
-            return Reason.INVALID_SPEC, f"the API server refuses the pods of this spec: {failure.message}"
+    if (refused := find_refusal_cause(observed, num_ready=0)) is not None:
+        return refused
     told = _told_of_revision(observed, revision)
     was_crash_looping = told is not None and told.reason == Reason.CRASH_LOOPING
     mine = [one for one in members if one.replica.revision == revision.hash]
@@ -166,29 +178,12 @@ def find_stall_cause(
     return None
 
 
-def find_quota_refusal(observed: Observed, num_ready: int) -> tuple[Reason, str] | None:
-    """Finds the quota that forbids the rest of the replicas that the spec fixes, while `num_ready` of them serve.
-
-    Where the autoscaler decides the number, ScalingActive says LimitedByCapacity, and nobody has to act.
-    """
-    wanted = observed.service.fixed_replicas
-    if wanted is None or num_ready >= wanted:
-        return None
-    return next((_describe_quota(failure) for failure in observed.failures if is_quota_refusal(failure)), None)
-
-
 def find_capacity_shortage(observed: Observed, members: Sequence[Member]) -> str:
     """Says why further replicas could not be placed; empty when nothing is known against it."""
     waiting = [one for one in members if _is_unschedulable(one)]
     if waiting:
-        return _describe_unschedulable(waiting[0].replica)
+        return describe_unschedulable(observed, waiting[0].replica)
     return next((failure.message for failure in observed.failures if is_quota_refusal(failure)), "")
-
-
-def is_quota_refusal(failure: Failure) -> bool:
-    """Whether the API server refused a replica because of a quota."""
-    is_replica = failure.action.startswith("CreatePod") and not is_pull(failure.action)
-    return is_replica and "exceeded quota" in failure.message
 
 
 # --- sentences --------------------------------------------------------------------------------------------------------
@@ -196,32 +191,59 @@ def is_quota_refusal(failure: Failure) -> bool:
 
 def describe_replica(member: Member, observed: Observed, revision: Revision) -> str:
     """Says why this replica does not serve."""
-    replica = member.replica
+    replica, place = member.replica, f"-n {observed.service.metadata.namespace} {member.replica.name}"
     match member.stage:
         case Stage.IMAGE_ERROR:
             image, field = _image_not_pulled(replica, observed, revision)
-            return (
-                f"{replica.name} cannot pull image {image}: {_pull_error(replica)}; check {field} and imagePullSecrets"
-            )
+            return f"{replica.name} cannot pull {image}: {_pull_error(replica)}; check {field} and imagePullSecrets"
         case Stage.CONFIG_ERROR:
-            return f"{replica.name} cannot be started: {replica.waiting_message or replica.waiting_reason}"
+            return f"{_subject(replica)} cannot be started: {replica.waiting_message or replica.waiting_reason}"
         case Stage.DEAD:
             how = replica.phase_reason or replica.last_exit or replica.phase
             return f"{replica.name} has ended: {how}"
         case Stage.UNREADY | Stage.UNHEALTHY:
             return _describe_unready(member, observed)
-        case Stage.CRASHING | Stage.LOADING if ended_runs(replica):
-            return _describe_restarts(replica)
-        case Stage.OVERDUE:
-            seconds = observed.service.spec.runtime.startup_timeout_seconds
-            return f"{replica.name} did not become ready within {seconds}s; see kubectl logs {replica.name}"
+        case Stage.GATED:
+            return (
+                f"{replica.name} is held in a queue by a scheduling gate; whoever set the gate decides when it starts"
+            )
+        case Stage.UNSEEN:
+            return f"{replica.name} waits for a scheduler; if this lasts, check schedulerName of spec.template.spec"
         case Stage.UNSCHEDULABLE:
-            return _describe_unschedulable(replica)
+            return describe_unschedulable(observed, replica)
         case Stage.LOST:
             return f"node {replica.node} of {replica.name} does not answer"
+        case Stage.CRASHING | Stage.LOADING | Stage.OVERDUE if ended_runs(replica):
+            return _describe_restarts(replica, place)
+        case Stage.OVERDUE if replica.waiting_reason not in STARTING:
+            said = f": {replica.waiting_message}" if replica.waiting_message else ""
+            return f"{_subject(replica)} cannot be started: {replica.waiting_reason}{said}"
+        case Stage.OVERDUE:
+            seconds = observed.service.spec.runtime.startup_timeout_seconds
+            late = f"{replica.name} did not become ready within {seconds}s"
+            if before := _describe_before_server(replica, place):
+                return f"{late}: {before}"
+            return f"{late}; see kubectl logs {place}"
         case Stage.LOADING:
-            return _describe_start(member, observed)
+            before = _describe_before_server(replica, place)
+            return f"{replica.name}: {before}" if before else _describe_start(member, observed)
     return describe_stage(member)
+
+
+def _describe_before_server(replica: Replica, place: str) -> str:
+    """What a pod does whose server has not started; empty: the server has."""
+    if replica.initializing:
+        name = replica.initializing
+        return f"init container {name} has not finished; see kubectl logs {place} -c {name}"
+    if replica.is_creating:
+        waits = f"node {replica.node} has not started its containers yet (images, volumes)"
+        return f"{waits}; see kubectl describe pod {place}"
+    return ""
+
+
+def _subject(replica: Replica) -> str:
+    """`chat-x7k2p-0-0`, or `container proxy of chat-x7k2p-0-0`."""
+    return f"container {replica.container} of {replica.name}" if replica.container else replica.name
 
 
 def describe_stage(member: Member) -> str:
@@ -233,10 +255,27 @@ def _describe_unready(member: Member, observed: Observed) -> str:
     replica, node = member.replica, observed.nodes.get(member.replica.node)
     if replica.sample is not None and replica.sample.draining:
         return f"{replica.name} is draining"
-    said = _WHY_NOT_READY.get(replica.sample.not_ready if replica.sample else "", "its readiness probe fails")
-    why = said if node is None or node.ready else f"node {replica.node} does not answer"
+    why = f"node {replica.node} does not answer" if node is not None and not node.ready else _why_unready(replica)
     consequence = ", for so long that it is to be replaced" if member.stage is Stage.UNHEALTHY else ""
-    return f"{replica.name} is not ready any more: {why}{consequence}"
+    return f"{replica.name}{UNREADY}{why}{consequence}"
+
+
+def is_unready_in(message: str, replica: Replica) -> bool:
+    """Whether a message of a condition says of this replica only that its probe fails."""
+    return f"{replica.name}{UNREADY}{PROBE_FAILS}" in message
+
+
+def _why_unready(replica: Replica) -> str:
+    """The cause that the kubelet or the replica itself reports; nothing is asserted that neither has."""
+    said = _WHY_NOT_READY.get(replica.sample.not_ready if replica.sample else "", "")
+    if said:
+        return said
+    if replica.container:
+        last = f", last with {replica.last_exit}" if replica.last_exit else f": {replica.waiting_reason}"
+        return f"container {replica.container} ended {count(ended_runs(replica), 'time')}{last}"
+    if replica.is_terminated:
+        return f"its server has ended{': ' if replica.last_exit else ''}{replica.last_exit}"
+    return f"its pod has {replica.unready_message}" if replica.server_ready else PROBE_FAILS
 
 
 def _describe_start(member: Member, observed: Observed) -> str:
@@ -249,49 +288,38 @@ def _describe_start(member: Member, observed: Observed) -> str:
     return f"{replica.name} {activity}{before}"
 
 
-def _describe_restarts(replica: Replica) -> str:
-    name, ended = replica.name, _times(ended_runs(replica))
+def _describe_restarts(replica: Replica, place: str) -> str:
+    ended = count(ended_runs(replica), "time")
     last = f", last with {replica.last_exit}" if replica.last_exit else ""
-    return f"{name} ended {ended} and is started again{last}; see kubectl logs {name} --previous"
-
-
-def _describe_unschedulable(replica: Replica) -> str:
-    return f"{replica.name} waits for a node: {replica.unschedulable}"
+    container = f" -c {replica.container}" if replica.container else ""
+    return (
+        f"{_subject(replica)} ended {ended} and is started again{last}; see kubectl logs {place}{container} --previous"
+    )
 
 
 def _describe_pause(status: AttemptStatus) -> str:
     last = f": {status.last_end}" if status.last_end else ""
-    return f"slot {status.slot} failed {_times(status.failures)} and pauses before attempt {status.attempt}{last}"
+    return (
+        f"slot {status.slot} failed {count(status.failures, 'time')} and pauses before attempt {status.attempt}{last}"
+    )
 
 
 def _describe_failed_slot(status: AttemptStatus) -> str:
     last = f"; {status.last_end}" if status.last_end else ""
     return (
-        f"slot {status.slot} failed {_times(status.failures)} in a row{last}; "
+        f"slot {status.slot} failed {count(status.failures, 'time')} in a row{last}; "
         "see the events of the service and the logs of its pods"
     )
 
 
-def _describe_refusal(failure: Failure) -> str:
-    # An object of another owner is left alone by the operator itself; that message is a whole sentence.
-    is_ours = failure.reason == Reason.NAME_CONFLICT
-    return failure.message if is_ours else f"the API server refused {failure.action}: {failure.message}"
-
-
-def _describe_quota(failure: Failure) -> tuple[Reason, str]:
-    return Reason.QUOTA_EXCEEDED, f"{failure.message}; raise the quota or lower the number of replicas"
-
-
-def _times(count: int) -> str:
-    return "1 time" if count == 1 else f"{count} times"
-
-
 def _image_not_pulled(replica: Replica, observed: Observed, revision: Revision) -> tuple[str, str]:
-    """The image, and the field that names it: that of the runtime, or of an oci:// model, which is a volume."""
+    """The image, and the field that names it: the runtime's, an oci:// model's (a volume), or another container's."""
     model = model_access.image(observed.service.spec.model)
     if model is not None and model in replica.waiting_message:
-        return model, "spec.model.uri"
-    return revision.image, "spec.runtime.image"
+        return f"image {model}", "spec.model.uri"
+    if replica.container:
+        return f"the image of container {replica.container}", "its image"
+    return f"image {revision.image}", "spec.runtime.image"
 
 
 def _pull_error(replica: Replica) -> str:
@@ -309,15 +337,18 @@ def _stall_cause_of(
     match member.stage:
         case Stage.IMAGE_ERROR:
             return Reason.IMAGE_PULL_FAILED, describe_replica(member, observed, revision)
-        case Stage.CONFIG_ERROR:
+        case Stage.CONFIG_ERROR if replica.waiting_reason == "CreateContainerConfigError":
             return _credentials_problem(replica, observed) or (
                 Reason.INVALID_SPEC,
                 f"{describe_replica(member, observed, revision)}; check the env of spec.runtime and spec.template",
             )
         case Stage.UNSCHEDULABLE if (claim := model_access.claim(model)) is not None:
             missing = f'persistentvolumeclaim "{claim}" not found'
-            is_missing = missing in replica.unschedulable
-            return (Reason.MODEL_NOT_FOUND, f"{missing}; check spec.model.uri") if is_missing else None
+            if missing in replica.unschedulable:
+                return Reason.MODEL_NOT_FOUND, f"{missing}; check spec.model.uri"
+            return find_impossible(observed, replica)
+        case Stage.UNSCHEDULABLE:
+            return find_impossible(observed, replica)
         case Stage.CRASHING | Stage.LOADING:
             # Started over at once, it loads again: its termination message holds until it is ready.
             for word, (reason, template) in _TERMINATION_MESSAGES.items():

@@ -5,6 +5,7 @@ by a tenth of their target. In mode Advisory the advice takes the place of the d
 advice that hovers between two numbers is written once a minute.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -15,9 +16,11 @@ from slipway_api.conditions import ConditionStatus, ConditionType, EventReason, 
 from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import AutoscalingStatus, InferenceServiceStatus, ScalingDecision, SignalStatus
 from slipway_operator.core.actions import Event
+from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.scaling.autoscaling import Recommendation, with_change
 from slipway_operator.core.scaling.target import ScaleTarget
+from slipway_operator.core.words import REFUSED_KEY, count
 
 REFRESH_VALUES_AFTER: Final = timedelta(seconds=60)
 
@@ -101,12 +104,16 @@ class _Told:
 
 
 def scaling_condition(
-    service: InferenceService, target: ScaleTarget, after: AutoscalingStatus | None
+    service: InferenceService, target: ScaleTarget, after: AutoscalingStatus | None, members: Sequence[Member] = ()
 ) -> tuple[ConditionStatus, Reason, str] | None:
     """Condition ScalingActive: its message is the last decision's sentence, or why none is possible."""
     policy = service.spec.autoscaling
     if policy is None:
         return None
+    refusing = sum(one.is_ready and one.replica.refuses_token for one in members)
+    if refusing and target.recommendation is not None:
+        who = count(refusing, "ready replica refuses", "ready replicas refuse")
+        return ConditionStatus.FALSE, Reason.KEY_REFUSED, f"{who} {REFUSED_KEY}"
     told = _told(service, policy, target, after)
     return told.status, told.reason, told.message
 
