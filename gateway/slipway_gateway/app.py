@@ -57,11 +57,11 @@ def client_app(
         try:
             return await handler(request)
         except Refusal as refusal:
-            return refusal_response(refusal, request.path, request_id(request))
+            return refusal_response(refusal, request.path, request_id(request), request.headers)
 
     async def models(request: web.Request) -> web.StreamResponse:
         if not fleet.view().synced:
-            return not_synced().response()
+            raise not_synced()
         caller = requests.tenancy.authenticate(request)
         table, may_use = fleet.table, caller.tenant.may_use
         served = [
@@ -73,12 +73,12 @@ def client_app(
 
     async def model(request: web.Request) -> web.StreamResponse:
         if not fleet.view().synced:
-            return not_synced().response()
+            raise not_synced()
         name = request.match_info["model"]
         caller = requests.tenancy.authenticate(request)
         route = fleet.table.resolve(name, may_use=caller.tenant.may_use)
         if route is None:
-            return unknown_model(name).response()
+            raise unknown_model(name)
         found = _model(name, route)
         return web.json_response(anthropic_model(found) if asks_as_anthropic(request.headers) else found)
 
@@ -95,6 +95,7 @@ def client_app(
     for path in SERVING_PATHS:
         app.router.add_post(path, requests.handle)
     app.router.add_get(MODELS_PATH, models)
+    app.router.add_get(MODELS_PATH + "/", models)
     app.router.add_get(MODELS_PATH + "/{model:.+}", model)
     more(app)
     app.router.add_route("*", "/{path:.*}", reject_path)

@@ -6,6 +6,7 @@ Plain ASGI: streams are not buffered, and a disconnect passes through unchanged.
 import json
 import re
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,6 +20,7 @@ from slipway_api.admin_token import token_matches
 from slipway_api.anthropic_errors import REQUEST_ID_HEADER, is_anthropic
 from slipway_api.runtime_api import Signals
 from slipway_runtime.server.errors import NOT_STARTED, ApiError
+from slipway_runtime.server.fields import OTHER, header_of
 from slipway_runtime.server.replica import Replica
 
 log = structlog.get_logger()
@@ -30,6 +32,18 @@ ORCA_FORMAT_HEADER: Final = "endpoint-load-metrics-format"
 ORCA_HEADER: Final = "endpoint-load-metrics"
 # Paths for the kubelet and metrics scrapers, which have no token.
 OPEN_PATHS: Final = frozenset({names.PATH_HEALTH, names.PATH_READY, names.PATH_METRICS})
+# The label of each API in `slipway:ignored_fields_total`.
+_APIS: Final = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/responses/input_tokens": "responses",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "messages",
+    "/v1/embeddings": "embeddings",
+    "/tokenize": "tokenize",
+    "/detokenize": "tokenize",
+}
 _DISCARD_BYTES: Final = 64 * 2**20
 _RETRY_SOON: Final = {"Retry-After": "1", "retry-after-ms": "1000", **NOT_STARTED}
 
@@ -105,9 +119,11 @@ class ServingMiddleware:
         scope.setdefault("state", {})["request_id"] = request_id
         send = self._signing(send, scope, request_id, headers.get(ORCA_FORMAT_HEADER, ""))
         send = self._logging(send, scope, headers, request_id)
+        if len(scope["path"]) > 1:
+            scope["path"] = scope["path"].rstrip("/") or "/"
         if (refusal := self._refusal(scope, headers)) is not None:
             await _discard_body(receive)
-            return await refusal.response(scope["path"], request_id)(scope, receive, send)
+            return await refusal.response(scope["path"], request_id, headers)(scope, receive, send)
         body = _Body()
         self._open += 1
         try:
@@ -199,13 +215,23 @@ class ServingMiddleware:
 
         return logging
 
+    def _report_ignored(self, path: str, request_id: str, ignored: Mapping[str, bool]) -> None:
+        """Log and count the fields of a request that had no effect: their names, never their values."""
+        api = _APIS.get(path, OTHER)
+        log.info("fields ignored", request_id=request_id, api=api, fields=header_of(ignored))
+        if self._replica.loaded is not None:
+            self._replica.loaded.metrics.ignored(api, ignored)
+
     def _signing(self, send: Send, scope: Scope, request_id: str, load_format: str) -> Send:
-        """Wrap `send` to add headers: request id, model, revision, adapter, tokenizer, and a requested load report."""
+        """Wrap `send` to add headers: request id, ignored fields, model, revision, adapter, tokenizer, load report."""
 
         async def signing(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers[names.HEADER_REQUEST_ID] = request_id
+                if ignored := scope["state"].get("ignored"):
+                    headers[names.HEADER_IGNORED] = header_of(ignored)
+                    self._report_ignored(scope["path"], request_id, ignored)
                 if is_anthropic(scope["path"]):
                     headers[REQUEST_ID_HEADER] = request_id
                 headers[names.HEADER_MODEL] = self._replica.identity.model
