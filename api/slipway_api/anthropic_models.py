@@ -16,7 +16,7 @@ def asks_as_anthropic(headers: Mapping[str, str]) -> bool:
 
 
 def speaks_anthropic(path: str, headers: Mapping[str, str]) -> bool:
-    """Whether the answer to a request has the format of Anthropic's API: by its path, or if both APIs have that path."""
+    """Whether an answer has the format of Anthropic's API: by its path, or by the headers if both have the path."""
     return is_anthropic(path) or (f"{path}/".startswith(f"{MODELS_PATH}/") and asks_as_anthropic(headers))
 
 

@@ -64,10 +64,12 @@ class ChatFormat:
         """A chat chunk, or the whole chat completion."""
         kind = "chat.completion.chunk" if streamed else "chat.completion"
         whole: dict[str, Any] = {"id": self.id, "object": kind, "created": self._created, "choices": choices}
+        if not streamed:  # keys that vLLM always has
+            whole |= {"prompt_logprobs": None, "prompt_token_ids": None}
         for choice in choices:
             # As in vLLM, these stand beside the choices: every answer has the same prompt.
             if "prompt_logprobs" in choice:
-                whole["prompt_logprobs"] = choice.pop("prompt_logprobs") or whole.get("prompt_logprobs", [])
+                whole["prompt_logprobs"] = choice.pop("prompt_logprobs") or whole.get("prompt_logprobs") or []
         return whole
 
 
@@ -133,8 +135,8 @@ class ChatWriter:
                         calls[event.index]["function"]["arguments"] += event.arguments
         last = deltas[-1]
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-        if reasoning:
-            message |= _reasoning(reasoning)
+        # As in vLLM, also without any: attributes of the client's message objects must exist.
+        message |= _reasoning(reasoning or None)
         if calls:
             message["tool_calls"] = calls
         choice = self._choice({"message": message, "stop_reason": last.stop_reason})
@@ -177,7 +179,7 @@ class ChatWriter:
         return {"index": self._index, **said, "logprobs": None, "finish_reason": None}
 
 
-def _reasoning(text: str) -> dict[str, str]:
+def _reasoning(text: str | None) -> dict[str, str | None]:
     """The reasoning under both of its names: DeepSeek's, which most clients read, and vLLM's newer one."""
     return {"reasoning_content": text, "reasoning": text}
 
