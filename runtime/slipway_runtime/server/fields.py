@@ -195,7 +195,9 @@ CHAT: Final = Lists(
     ignored=GENERATION.ignored
     | {"verbosity": ("medium",), "prediction": (), "thinking": (), "enable_thinking": (), "reasoning": ()},
 )
-COMPLETION: Final = Lists(refused=GENERATION.refused | {"suffix": ("",)}, ignored=GENERATION.ignored)
+COMPLETION: Final = Lists(
+    refused=GENERATION.refused | {"suffix": ("",), "tools": ([],), "messages": ()}, ignored=GENERATION.ignored
+)
 MESSAGE: Final = Lists(refused={"audio": ()}, ignored=_OF_OTHER_SERVERS)
 TEXT_PART: Final = Lists(ignored={"annotations": ([],), "citations": ([],), "id": ()})
 TOOL_CALL: Final = Lists(ignored={"provider_specific_fields": ({},), "extra_content": ({},)})

@@ -103,7 +103,6 @@ class ToolUseBlock(Cacheable):
     id: str = Field(default="", max_length=256)
     name: str = ""
     input: Any = None
-    caller: Any = None  # part of blocks that clients send back unchanged
 
 
 class ThinkingBlock(RequestBody):
