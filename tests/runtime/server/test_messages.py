@@ -241,7 +241,7 @@ async def test_another_replica_continues_a_stream_event_by_event(replica: Runnin
         ("/v1/messages", "stop_sequences", ["a" * 1025]),
         ("/v1/messages", "stop_sequences", ["a"] * 17),
         ("/v1/responses", "stop", "a" * 1025),
-        ("/v1/responses", "stop", ["a"] * 5),
+        ("/v1/responses", "stop", ["a"] * 17),
     ],
 )
 async def test_too_many_or_too_long_stop_strings_are_a_400(replica: Running, path: str, field: str, stops: Any):
