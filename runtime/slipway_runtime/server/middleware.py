@@ -119,8 +119,6 @@ class ServingMiddleware:
         scope.setdefault("state", {})["request_id"] = request_id
         send = self._signing(send, scope, request_id, headers.get(ORCA_FORMAT_HEADER, ""))
         send = self._logging(send, scope, headers, request_id)
-        if len(scope["path"]) > 1:
-            scope["path"] = scope["path"].rstrip("/") or "/"
         if (refusal := self._refusal(scope, headers)) is not None:
             await _discard_body(receive)
             return await refusal.response(scope["path"], request_id, headers)(scope, receive, send)
