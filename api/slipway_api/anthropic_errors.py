@@ -1,5 +1,6 @@
 """Errors in the format of Anthropic's Messages API, which gateway and runtime answer alike under /v1/messages."""
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 MESSAGES_PATH: Final = "/v1/messages"
@@ -22,8 +23,11 @@ def is_anthropic(path: str) -> bool:
     return f"{path}/".startswith(f"{MESSAGES_PATH}/")
 
 
-def anthropic_error(message: str, status: int, request_id: str = "") -> dict[str, Any]:
+def anthropic_error(
+    message: str, status: int, request_id: str = "", details: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The JSON body of an error; a status without a type of its own gets the general one of its class."""
     otherwise = "api_error" if status >= 500 else "invalid_request_error"
-    error = {"type": "error", "error": {"type": _TYPES.get(status, otherwise), "message": message}}
+    inner = {"type": _TYPES.get(status, otherwise), "message": message} | ({"details": details} if details else {})
+    error = {"type": "error", "error": inner}
     return error | ({"request_id": request_id} if request_id else {})

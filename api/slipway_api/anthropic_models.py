@@ -4,12 +4,20 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from slipway_api.anthropic_errors import is_anthropic
+
+MODELS_PATH: Final = "/v1/models"
 VERSION_HEADER: Final = "anthropic-version"  # Anthropic's clients send it with every request; OpenAI's never
 
 
 def asks_as_anthropic(headers: Mapping[str, str]) -> bool:
     """Whether a request to a path that both APIs have comes from a client of Anthropic's."""
     return VERSION_HEADER in headers
+
+
+def speaks_anthropic(path: str, headers: Mapping[str, str]) -> bool:
+    """Whether an answer has the format of Anthropic's API: by its path, or by the headers if both have the path."""
+    return is_anthropic(path) or (f"{path}/".startswith(f"{MODELS_PATH}/") and asks_as_anthropic(headers))
 
 
 def anthropic_model(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -79,6 +79,7 @@ HEADER_ADAPTER: Final = "x-slipway-adapter"
 HEADER_TOKENIZER: Final = "x-slipway-tokenizer"
 HEADER_FALLBACK_FROM: Final = "x-slipway-fallback-from"  # the model that was asked, when another service answers
 HEADER_DEGRADED: Final = "x-slipway-degraded"  # what the gateway took from a request because of overload
+HEADER_IGNORED: Final = "x-slipway-ignored"  # the fields of the request that had no effect
 HEADER_PIN_REVISION: Final = "x-slipway-pin-revision"
 # From a client, instead of the field `user`: requests with one value stay on one revision of a split.
 HEADER_COHORT: Final = "x-slipway-cohort"

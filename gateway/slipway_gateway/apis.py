@@ -8,12 +8,14 @@
 | /v1/messages         | `max_tokens`        | Anthropic's | `event: message_stop`, `event: error`                    |
 """
 
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 from aiohttp import web
 
 from slipway_api.anthropic_errors import MESSAGES_PATH, REQUEST_ID_HEADER, anthropic_error, is_anthropic
+from slipway_api.anthropic_models import speaks_anthropic
 from slipway_gateway.errors import Refusal
 from slipway_gateway.sse import error_event as chat_error_event
 
@@ -29,10 +31,12 @@ def limit_field(path: str) -> str:
     return "max_output_tokens" if path == RESPONSES_PATH else "max_tokens"
 
 
-def refusal_response(refusal: Refusal, path: str, request_id: str) -> web.Response:
-    """A refusal of the gateway itself, in the shape of the API that was asked."""
+def refusal_response(
+    refusal: Refusal, path: str, request_id: str, request_headers: Mapping[str, str] | None = None
+) -> web.Response:
+    """A refusal of the gateway itself, in the shape of the API that its request belongs to."""
     response = refusal.response()
-    if not is_anthropic(path):
+    if not speaks_anthropic(path, request_headers or {}):
         return response
     body = anthropic_error(refusal.message, refusal.status, request_id)
     headers = {name: value for name, value in response.headers.items() if name[:8] != "Content-"}

@@ -58,13 +58,13 @@ def client_app(
         try:
             return await handler(request)
         except Refusal as refusal:
-            return refusal_response(refusal, request.path, request_id(request))
+            return refusal_response(refusal, request.path, request_id(request), request.headers)
         except web.HTTPNotFound:  # a target that is no path, as of CONNECT
             return refusal_response(unknown_path(request.path), request.path, request_id(request))
 
     async def models(request: web.Request) -> web.StreamResponse:
         if not fleet.view().synced:
-            return not_synced().response()
+            raise not_synced()
         table = fleet.table
         with requests.tenancy.admit_query(request) as caller:
             may_use = caller.tenant.may_use
@@ -76,12 +76,12 @@ def client_app(
 
     async def model(request: web.Request) -> web.StreamResponse:
         if not fleet.view().synced:
-            return not_synced().response()
+            raise not_synced()
         name = request.match_info["model"]
         with requests.tenancy.admit_query(request) as caller:
             route = fleet.table.resolve(name, may_use=caller.tenant.may_use)
         if route is None:
-            return unknown_model(name).response()
+            raise unknown_model(name)
         found = _model(name, route)
         return web.json_response(anthropic_model(found) if asks_as_anthropic(request.headers) else found)
 
@@ -94,6 +94,7 @@ def client_app(
     for path in SERVING_PATHS:
         app.router.add_post(path, requests.handle, expect_handler=defer_continue)
     app.router.add_get(MODELS_PATH, models, expect_handler=defer_continue)
+    app.router.add_get(MODELS_PATH + "/", models, expect_handler=defer_continue)
     app.router.add_get(MODELS_PATH + "/{model:.+}", model, expect_handler=defer_continue)
     more(app)
     app.router.add_route("*", "/{path:.*}", reject_path, expect_handler=defer_continue)

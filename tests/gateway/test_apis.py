@@ -142,7 +142,7 @@ async def test_an_error_of_a_replica_has_the_id_under_which_the_gateway_logs_it(
         await a_client(pair).messages.create(
             model=MODEL,
             max_tokens=1,
-            messages=[{"role": "user", "content": [{"type": "document"}]}],  # type: ignore[list-item,typeddict-item]
+            messages=[{"role": "user", "content": [{"type": "image"}]}],  # type: ignore[list-item,typeddict-item]
         )
 
     assert refusal.value.request_id == refusal.value.body["request_id"]  # type: ignore[index]

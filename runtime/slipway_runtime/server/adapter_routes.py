@@ -8,7 +8,7 @@ and running requests finish on the old content after a `load_inplace`.
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
 from slipway_runtime.messages import AdapterState
@@ -32,8 +32,6 @@ class LoadLora(RequestBody):
 
 class UnloadLora(RequestBody):
     """POST /v1/unload_lora_adapter."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     lora_name: str = Field(min_length=1)
     lora_int_id: Any = None  # vLLM's internal number; not used

@@ -8,9 +8,11 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Iterator
 
+import httptools  # type: ignore[import-untyped]  # it has no types
 import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 import slipway_api
 from slipway_api import names
@@ -33,6 +35,7 @@ from slipway_runtime.server.middleware import ServingMiddleware
 from slipway_runtime.server.model_choice import ModelChoice
 from slipway_runtime.server.replica import Replica
 
+_OFFER = frozenset({b"upgrade", b"connection", b"http2-settings"})
 _TCP_NOTSENT_LOWAT = 25  # Linux; the socket module has no name for it before 3.12
 MAX_OPEN_REQUESTS = 4096  # each is being read, waits in the engine's queue, or is being answered
 MAX_OPEN_BODY_BYTES = 256 * 2**20  # of the requests whose answers have not begun; parsed, they take a few times as much
@@ -101,6 +104,58 @@ def admin_app(replica: Replica, choice: ModelChoice, *, token_digests: tuple[str
     return app
 
 
+class KeepsHttp(HttpToolsProtocol):
+    """uvicorn's protocol for requests that offer to upgrade: they are answered over HTTP/1.1, with their bodies.
+
+    Java's HttpClient and `curl --http2` offer h2c, Apache's client TLS. The parser stops after the headers of such a
+    request, and takes what follows for another protocol; so a new parser reads the request again without the offer.
+    """
+
+    def on_headers_complete(self) -> None:
+        """Begin the request, unless it has to be read again."""
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Add to the body."""
+        if not self.parser.should_upgrade():
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """End the body."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse the data; once more without the offer of an upgrade, if there is one."""
+        self._unset_keepalive_if_required()
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                if self.parser.get_method() == b"CONNECT":  # it asks for a tunnel, with or without the header
+                    self.send_400_response("This server is not a proxy.")
+                    return
+                data = self._without_offer() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+                return
+            else:
+                return
+
+    def _without_offer(self) -> bytes:
+        """The head of the request that was just parsed, without what offers or asks for another protocol."""
+        kept = [(name, value) for name, value in self.headers if name not in _OFFER]
+        options = b",".join(value for name, value in self.headers if name == b"connection").split(b",")
+        if any(option.strip().lower() == b"close" for option in options):
+            kept.append((b"connection", b"close"))
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        return b"\r\n".join([*lines, *(name + b": " + value for name, value in kept), b"", b""])
+
+
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers."""
 
@@ -147,6 +202,8 @@ async def listening(app: ASGIApp, host: str, port: int) -> AsyncIterator[int]:
     server = _Server(
         uvicorn.Config(
             app,
+            http=KeepsHttp,
+            ws="none",
             log_config=None,
             log_level="warning",
             access_log=False,

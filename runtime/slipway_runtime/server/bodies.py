@@ -1,6 +1,6 @@
 """Base class and parser of request bodies: strict JSON, limited in depth and size. Errors never echo the body.
 
-A field is supported or refused, never silently ignored.
+A field is honoured, refused, or ignored and named: `fields.py` has the lists.
 
 Python's own parser accepts `NaN`, accepts a key twice and keeps the last value, and fails on a thousand nested
 brackets; each of these is an error of the client and must not be answered like a valid request.
@@ -9,12 +9,15 @@ brackets; each of these is an error of the client and must not be answered like 
 import asyncio
 import json
 import re
-from typing import Any, Final, NoReturn, TypeVar
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, ClassVar, Final, NoReturn, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 from starlette.requests import Request
 
-from slipway_runtime.server.errors import ApiError, of_validation
+from slipway_runtime.server.errors import ApiError, Unsupported, of_validation
+from slipway_runtime.server.fields import Lists, ignored_fields
 
 MAX_DEPTH: Final = 64
 MAX_CONTAINERS: Final = 50_000  # objects and lists
@@ -24,25 +27,45 @@ _BIG: Final = 64 * 1024  # bytes; larger bodies are scanned in a thread
 _TOKEN: Final = re.compile(rb'"(?>[^"\\]*(?:\\.[^"\\]*)*)"?|[\[\]{}]', re.DOTALL)
 _ENCODING: Final = re.compile(r"[a-z0-9_, -]{1,40}")
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
-_M = TypeVar("_M", bound=BaseModel)
+
+
+@cache
+def _honoured(kind: type[BaseModel]) -> Mapping[str, str]:
+    return {info.alias or name: name for name, info in kind.model_fields.items()}
 
 
 class RequestBody(BaseModel):
-    """Base class of request bodies: unknown fields are errors unless they are null, and so are NaN and infinity."""
+    """Base class of the objects in requests: its fields are honoured, `lists` has those that are refused or ignored.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    `null` is "not set" for every field, and NaN and infinity are errors.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+    lists: ClassVar[Lists] = Lists()
 
     @model_validator(mode="before")
     @classmethod
-    def _without_unknown_nulls(cls, value: Any) -> Any:
-        """Drop unknown fields that are null: clients send back objects of other servers with all of their fields."""
-        if not isinstance(value, dict) or None not in value.values():
+    def _only_what_is_set(cls, value: Any) -> Any:
+        """Refuse the fields that cannot be ignored, and drop those that are null."""
+        if not isinstance(value, dict):
             return value
-        return {key: one for key, one in value.items() if one is not None or key in cls._known()}
+        if refused := cls.lists.refuses(value):
+            raise Unsupported(refused)
+        if None not in value.values():
+            return value
+        return {key: one for key, one in value.items() if one is not None}
 
     @classmethod
-    def _known(cls) -> set[str]:
-        return {info.alias or name for name, info in cls.model_fields.items()}
+    def honoured(cls) -> Mapping[str, str]:
+        """The names of the fields in JSON, each with the name of the attribute that holds it."""
+        return _honoured(cls)
+
+    def dropped(self) -> Iterator[tuple[str, bool]]:
+        """Values that are ignored although their field is honoured; see `fields.Listed`."""
+        return iter(())
+
+
+_M = TypeVar("_M", bound=RequestBody)
 
 
 def only_types(*types: str | None, supported: str) -> BeforeValidator:
@@ -58,7 +81,7 @@ def only_types(*types: str | None, supported: str) -> BeforeValidator:
 
 
 async def read_body(http: Request, kind: type[_M]) -> _M:
-    """Read and validate the body; raises ApiError 400 where it is invalid."""
+    """Read and validate the body, and note its ignored fields; raises ApiError 400 if it is invalid."""
     if not _is_json(http.headers.get("content-type", "")):
         raise ApiError(400, "a JSON body with content type application/json is needed")
     encoding = http.headers.get("content-encoding", "").strip().lower()
@@ -72,7 +95,14 @@ async def read_body(http: Request, kind: type[_M]) -> _M:
         value = parse_json(raw)
     if not isinstance(value, dict):
         raise ApiError(400, "the body is a JSON object")
-    return checked(kind, value)
+    body = checked(kind, value)
+    http.state.ignored = ignored_fields(body, value)
+    return body
+
+
+def note_ignored(http: Request, name: str) -> None:
+    """Note a field that turned out to have no effect on this model."""
+    http.state.ignored = getattr(http.state, "ignored", {}) | {name: True}
 
 
 def checked(kind: type[_M], value: Any) -> _M:

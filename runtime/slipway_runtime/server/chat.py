@@ -1,15 +1,16 @@
 """POST /v1/chat/completions: answers a list of messages with the assistant's next message."""
 
 import time
-from typing import Any
+from typing import Any, Final
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from slipway_runtime.messages import Grammar, TokenLogprobs
 from slipway_runtime.server.answer_parts import AnswerParser, ReasoningUse, Segment, binds_at_once
-from slipway_runtime.server.bodies import read_body
+from slipway_runtime.server.bodies import note_ignored, read_body
 from slipway_runtime.server.calls import Call, answer
+from slipway_runtime.server.effort import effort_arguments
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.generation import Delta
 from slipway_runtime.server.harmony import header_of_bound_answer
@@ -63,10 +64,12 @@ class ChatFormat:
         """A chat chunk, or the whole chat completion."""
         kind = "chat.completion.chunk" if streamed else "chat.completion"
         whole: dict[str, Any] = {"id": self.id, "object": kind, "created": self._created, "choices": choices}
+        if not streamed:  # keys that vLLM always has
+            whole |= {"prompt_logprobs": None, "prompt_token_ids": None}
         for choice in choices:
             # As in vLLM, these stand beside the choices: every answer has the same prompt.
             if "prompt_logprobs" in choice:
-                whole["prompt_logprobs"] = choice.pop("prompt_logprobs") or whole.get("prompt_logprobs", [])
+                whole["prompt_logprobs"] = choice.pop("prompt_logprobs") or whole.get("prompt_logprobs") or []
         return whole
 
 
@@ -132,8 +135,8 @@ class ChatWriter:
                         calls[event.index]["function"]["arguments"] += event.arguments
         last = deltas[-1]
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-        if reasoning:
-            message |= _reasoning(reasoning)
+        # As in vLLM, also without any: attributes of the client's message objects must exist.
+        message |= _reasoning(reasoning or None)
         if calls:
             message["tool_calls"] = calls
         choice = self._choice({"message": message, "stop_reason": last.stop_reason})
@@ -176,7 +179,7 @@ class ChatWriter:
         return {"index": self._index, **said, "logprobs": None, "finish_reason": None}
 
 
-def _reasoning(text: str) -> dict[str, str]:
+def _reasoning(text: str | None) -> dict[str, str | None]:
     """The reasoning under both of its names: DeepSeek's, which most clients read, and vLLM's newer one."""
     return {"reasoning_content": text, "reasoning": text}
 
@@ -211,7 +214,7 @@ async def answer_chat(
         await check_bound(model.grammars, bound, tools)
         note_unenforced(http, unenforced_keywords(body, tools))
     reasoning = reasoning_use(body, model, bound[0] if bound is not None else None, route)
-    prompt = await prompt_of(body, model, tools)
+    prompt = await prompt_of(body, model, tools, http)
     logprobs = LogprobWriter(model.prompts.tokens, as_ids=bool(body.return_tokens_as_token_ids))
     return await answer(
         Call(
@@ -246,11 +249,11 @@ def reasoning_use(body: ChatRequest, model: LoadedModel, grammar: Grammar | None
 async def count_prompt_tokens(http: Request, body: ChatRequest) -> int:
     """The number of tokens of a conversation's prompt; raises ApiError as `answer_chat` does."""
     model = served_by(http.app.state.replica, body.model, http).model
-    return len((await prompt_of(body, model, tool_use(body, model.prompts.template))).token_ids)
+    return len((await prompt_of(body, model, tool_use(body, model.prompts.template), http)).token_ids)
 
 
-async def prompt_of(body: ChatRequest, model: LoadedModel, tools: ToolUse) -> Prompt:
-    """The prompt of a conversation; raises ApiError 400 where none can be made."""
+async def prompt_of(body: ChatRequest, model: LoadedModel, tools: ToolUse, http: Request) -> Prompt:
+    """The prompt of a conversation; raises ApiError 400 if none can be made. Notes an effort without effect."""
     bound = bound_of(body, tools)
     is_bound = binds_at_once(bound[0] if bound is not None else None)
     form = form_of(model.prompts.template.source, model.reasoning_parser)
@@ -260,7 +263,7 @@ async def prompt_of(body: ChatRequest, model: LoadedModel, tools: ToolUse) -> Pr
         tools=tools.shown,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        template_arguments=_template_arguments(body, model, is_bound=is_bound),
+        template_arguments=_template_arguments(body, model, http, is_bound=is_bound),
         add_special_tokens=bool(body.add_special_tokens),
         keep=body.truncate_prompt_tokens,
         opening=header_of_bound_answer(tools.name) if has_header else "",
@@ -270,18 +273,21 @@ async def prompt_of(body: ChatRequest, model: LoadedModel, tools: ToolUse) -> Pr
     return prompt
 
 
-def _template_arguments(body: ChatRequest, model: LoadedModel, *, is_bound: bool) -> dict[str, Any]:
-    """Extra variables of the chat template; a reasoning effort that the template does not read is refused."""
-    arguments = dict(body.chat_template_kwargs or {})
-    if is_bound or body.reasoning_effort == "none":
+# The reasoning effort has another name in each API.
+_EFFORT: Final = {"/v1/responses": "reasoning.effort", "/v1/messages": "output_config.effort"}
+
+
+def _template_arguments(body: ChatRequest, model: LoadedModel, http: Request, *, is_bound: bool) -> dict[str, Any]:
+    """Extra variables of the chat template. What the client names by `chat_template_kwargs` wins over all others."""
+    arguments: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        template = model.prompts.template
+        arguments = effort_arguments(body.reasoning_effort, template.variables, template.words)
+        if not arguments:
+            path = http.url.path
+            name = next((name for prefix, name in _EFFORT.items() if path.startswith(prefix)), "reasoning_effort")
+            note_ignored(http, name)
+    if is_bound:
         # Read by the templates of Qwen3 and SmolLM3. A bound answer cannot think, so its prompt says that it does not.
-        arguments = {"enable_thinking": False} | arguments
-    if body.reasoning_effort is None:
-        return arguments
-    if model.prompts.template.knows("reasoning_effort"):
-        return arguments | {"reasoning_effort": body.reasoning_effort}
-    if body.reasoning_effort != "none":
-        raise ApiError(
-            400, "reasoning_effort is unknown to this model's chat template; leave it out", param="reasoning_effort"
-        )
-    return arguments
+        arguments |= {"enable_thinking": False}
+    return arguments | (body.chat_template_kwargs or {})

@@ -1,22 +1,28 @@
 """Wire types of a chat: messages, tools, tool calls, response formats and structured outputs."""
 
+import json
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from slipway_runtime.server import fields
 from slipway_runtime.server.bodies import RequestBody, only_types
 from slipway_runtime.server.errors import InvalidField
 
-MAX_TOOLS: Final = 128  # as OpenAI
-_NAME: Final = r"^[A-Za-z0-9_.-]{1,64}$"
+# OpenAI allows 128 tools and names of 64 characters; Anthropic names of 128. Agents with many servers send more tools.
+MAX_TOOLS: Final = 1024
+FUNCTION_NAME: Final = r"^[A-Za-z0-9_.-]{1,128}$"
 
 
 class TextPart(RequestBody):
     """A text part of a message."""
 
+    lists: ClassVar[fields.Lists] = fields.TEXT_PART
+
     type: Literal["text"]
     text: str
-    cache_control: Any = None  # Anthropic's cache breakpoint; without effect, because every prefix is cached
+    cache_control: Any = None  # breakpoints of caches: every prefix is cached
+    prompt_cache_breakpoint: Any = None
 
 
 class RefusalPart(RequestBody):
@@ -35,74 +41,95 @@ Part = Annotated[
     Annotated[TextPart | RefusalPart, Discriminator("type")],
     only_types("text", "refusal", supported="text parts"),
 ]
+
+
+def kind_of_content(value: Any) -> Any:
+    """Refuses contents that are neither a text nor a list, in a sentence about the content."""
+    if not isinstance(value, str | list):
+        raise ValueError("a text or a list of parts is needed")
+    return value
+
+
 Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[Part], Tag("parts")],
     Discriminator(lambda value: "text" if isinstance(value, str) else "parts"),
+    BeforeValidator(kind_of_content),
 ]
 
 
 class FunctionCall(RequestBody):
-    """A function call of the assistant: the function's name, and its arguments as JSON text."""
+    """A function call of the assistant, as a client sends it back: nothing of it can be wrong any more.
 
-    name: str = Field(pattern=_NAME)
-    arguments: str = "{}"
-    parsed_arguments: Any = None  # of messages that `parse()` of the openai client has returned; not used
+    The arguments are JSON text, or whatever a model wrote in place of it.
+    """
+
+    lists: ClassVar[fields.Lists] = fields.FUNCTION_CALL
+
+    name: str = ""
+    arguments: Annotated[str, BeforeValidator(lambda value: value if isinstance(value, str) else json.dumps(value))] = (
+        "{}"
+    )
 
 
 class ToolCall(RequestBody):
     """A tool call in an earlier message of the assistant."""
 
+    lists: ClassVar[fields.Lists] = fields.TOOL_CALL
+
     id: str = Field(default="", max_length=256)
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None  # present where a client collected the call from a stream
+    index: int | None = None  # present if a client collected the call from a stream
+    cache_control: Any = None  # every prefix is cached
 
 
 class ChatMessage(RequestBody):
-    """One message of a conversation."""
+    """One message of a conversation. The client cannot change what was said, so as little as possible is an error."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    lists: ClassVar[fields.Lists] = fields.MESSAGE
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
     name: str | None = None
     refusal: str | None = None
-    audio: None = None
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_call_id: str | None = Field(default=None, max_length=256)
-    function_call: None = None
-    annotations: list[Any] | None = Field(default=None, max_length=0)
+    function_call: FunctionCall | None = None  # the older form of `tool_calls`; its result has the role `function`
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's newer name of the same
-    parsed: Any = None  # of messages that `parse()` of the openai client has returned; not used
+    cache_control: Any = None  # every prefix is cached
 
     @model_validator(mode="after")
-    def _says_something(self) -> Self:
-        if self.role == "user" and not self.text:
-            raise ValueError("the content of a user's message is empty")
-        if self.content is None and not self.tool_calls:
-            raise ValueError("a message needs content; only an assistant that calls tools may leave it out")
+    def _of_its_role(self) -> Self:
         parts = self.content if isinstance(self.content, list) else ()
         if self.role != "assistant" and any(isinstance(part, RefusalPart) for part in parts):
             raise ValueError("only an assistant's message has refusal parts")
-        if self.role != "assistant" and self.tool_calls:
+        if self.role != "assistant" and self.calls:
             raise ValueError("only an assistant's message has tool_calls")
-        if self.role == "tool" and not self.tool_call_id:
-            raise ValueError("a tool's message needs tool_call_id: which call it answers")
-        if self.role != "tool" and self.tool_call_id is not None:
-            raise ValueError("only a tool's message has tool_call_id")
         return self
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """The tool calls, also one in the older form."""
+        older = [ToolCall(function=self.function_call)] if self.function_call is not None else []
+        return (self.tool_calls or []) + older
 
     @property
     def text(self) -> str:
         """The content as one text; each part is a line of its own, as vLLM writes it for templates that read a text."""
         if isinstance(self.content, str):
             return self.content
-        return "\n".join(part.text for part in self.content or ())
+        if self.content is None:
+            return self.refusal or ""
+        return "\n".join(part.text for part in self.content)
 
 
 class FunctionDefinition(RequestBody):
     """A function that the model may call."""
 
-    name: str = Field(pattern=_NAME)
+    lists: ClassVar[fields.Lists] = fields.TOOL
+
+    name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None  # JSON Schema; None: the function has no parameters
     strict: bool | None = None
@@ -137,8 +164,11 @@ class FunctionDefinition(RequestBody):
 class Tool(RequestBody):
     """A tool that the model may use; functions are the only kind."""
 
+    lists: ClassVar[fields.Lists] = fields.TOOL
+
     type: Literal["function"]
     function: FunctionDefinition
+    cache_control: Any = None  # every prefix is cached
 
 
 class NamedFunction(RequestBody):
@@ -161,7 +191,7 @@ ONLY_FUNCTION_CHOICES: Final = only_types("function", supported="auto, none, req
 class JsonSchemaFormat(RequestBody):
     """The schema of a `response_format` of type `json_schema`."""
 
-    name: str = Field(pattern=_NAME)
+    name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     schema_: dict[str, Any] | bool = Field(alias="schema")
     strict: bool | None = None  # the schema is enforced either way
@@ -187,6 +217,8 @@ class ResponseFormat(RequestBody):
 
 class StructuredOutputs(RequestBody):
     """vLLM's `structured_outputs`: exactly one kind of constraint on the answer."""
+
+    lists: ClassVar[fields.Lists] = fields.STRUCTURED
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = Field(default=None, min_length=1)

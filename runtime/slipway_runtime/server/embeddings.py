@@ -7,7 +7,7 @@ as many requests in the engine as fit in a step, so that it neither fills the qu
 import asyncio
 import base64
 import secrets
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import ClassVar, Final, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,9 @@ from starlette.responses import JSONResponse, Response
 from slipway_runtime.engine.client import EngineError
 from slipway_runtime.messages import EngineFacts, FinishReason, Output, SamplingParams
 from slipway_runtime.messages import Request as EngineRequest
+from slipway_runtime.server import fields
 from slipway_runtime.server.bodies import RequestBody, read_body
-from slipway_runtime.server.errors import ApiError, InvalidField, Unsupported, of_engine, prompt_too_long
+from slipway_runtime.server.errors import ApiError, InvalidField, of_engine, prompt_too_long
 from slipway_runtime.server.generation import Record
 from slipway_runtime.server.openai_types import Count, Prompts
 from slipway_runtime.server.prompt import Prompt
@@ -38,6 +39,8 @@ Vector = npt.NDArray[np.float32]
 class EmbeddingRequest(RequestBody):
     """POST /v1/embeddings."""
 
+    lists: ClassVar[fields.Lists] = fields.EMBEDDING
+
     model: str = Field(default="", max_length=1024)
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
@@ -47,14 +50,9 @@ class EmbeddingRequest(RequestBody):
     add_special_tokens: bool | None = None
     priority: Count | None = Field(default=None, ge=-1000, le=1000)  # as in vLLM: lower goes first
     cache_salt: str | None = Field(default=None, max_length=256)
-    normalize: bool | None = None
-
-    neutral: ClassVar[dict[str, Any]] = {"normalize": True}
 
     @model_validator(mode="after")
     def _only_what_is_honoured(self) -> Self:
-        if self.normalize is False:
-            raise Unsupported("normalize")
         if not self.input or not all(self.texts):
             raise InvalidField("input", "is empty or holds an empty text: each needs at least one token")
         if len(self.texts) > MAX_TEXTS:

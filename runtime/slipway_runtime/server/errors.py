@@ -18,7 +18,8 @@
 | no memory for a step                | 503    | ServiceUnavailableError | Retry-After                    |
 | the deadline passed                 | 504    | GatewayTimeoutError     |                                |
 
-Under /v1/messages the shape is Anthropic's: {"type": "error", "error": {"type": …, "message": …}}.
+Under /v1/messages the shape is Anthropic's: {"type": "error", "error": {"type": …, "message": …}}; also under
+/v1/models, for a client that sends the header `anthropic-version`.
 A 429 or 503 of a request that the engine has not taken carries `x-slipway-not-started`: another replica may serve it.
 """
 
@@ -35,7 +36,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from slipway_api import names
-from slipway_api.anthropic_errors import anthropic_error, is_anthropic
+from slipway_api.anthropic_errors import anthropic_error
+from slipway_api.anthropic_models import speaks_anthropic
 from slipway_runtime.engine.client import Draining, EngineDead, Overloaded, Refused
 from slipway_runtime.server import validation_errors
 
@@ -57,6 +59,7 @@ _TYPES: Final = {
 NOT_STARTED: Final = {names.HEADER_NOT_STARTED: "1"}
 _LONGEST_MESSAGE: Final = 500
 _KEY: Final = re.compile(r"[A-Za-z0-9_\[\]-]{1,40}")
+_OF_A_FUNCTION: Final = re.compile(r"(tools\.\d+\.)function\.(\w+)(.*)")
 _NAME: Final = re.compile(r"[A-Za-z0-9._:/@-]{1,100}")
 
 
@@ -72,12 +75,17 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
         reason: str = "",
         kind: str = "",
+        details: Mapping[str, Any] | None = None,
     ) -> None:
-        """`reason`: the cause in one word, for programs; `kind`: replaces the error type."""
+        """`reason`: the cause in one word, for programs; `kind`: replaces the error type.
+
+        `details`: an object for the clients of Anthropic's API, which read it.
+        """
         super().__init__(message)
         self.status = status
         self.reason = reason
         self.kind = kind
+        self.details = details
         self.message = message[:_LONGEST_MESSAGE]
         self.param = param
         self.headers = dict(headers or {})
@@ -89,20 +97,30 @@ class ApiError(Exception):
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.status}
         return {"error": error | ({"reason": self.reason} if self.reason else {})}
 
-    def response(self, path: str = "", request_id: str = "") -> Response:
-        """The error as a response, in the format of the API that `path` belongs to."""
-        body = anthropic_error(self.message, self.status, request_id) if is_anthropic(path) else self.body()
+    def response(self, path: str = "", request_id: str = "", headers: Mapping[str, str] | None = None) -> Response:
+        """The error as a response, in the format of the API that the path and the headers of its request belong to."""
+        body = self.body()
+        if speaks_anthropic(path, headers or {}):
+            body = anthropic_error(self.message, self.status, request_id, self.details)
         return JSONResponse(body, status_code=self.status, headers=self.headers)
 
 
 @contextlib.contextmanager
-def renamed_fields(names_of_chat: Mapping[str, str]) -> Iterator[None]:
-    """Let errors name the fields of another API. names_of_chat: a field of chat completions → that API's field."""
+def renamed_fields(names_of_chat: Mapping[str, str], *, schema: str = "parameters") -> Iterator[None]:
+    """Let errors name the fields of another API. names_of_chat: a field of chat completions → that API's field.
+
+    `schema`: the name of a tool's schema there. A tool is flat there: `tools.0.function.name` is `tools.0.name`.
+    """
     try:
         yield
     except ApiError as error:
-        field = (error.param or "").partition(".")[0]
-        if own := names_of_chat.get(field):
+        given = error.param or ""
+        field = given.partition(".")[0]
+        own = names_of_chat.get(field)
+        if own is None and (inner := _OF_A_FUNCTION.fullmatch(given)) is not None:
+            own = inner[1] + {"parameters": schema}.get(inner[2], inner[2]) + inner[3]
+            field = given
+        if own is not None:
             error.param = own
             if error.message.startswith(field):
                 error.message = own + error.message.removeprefix(field)
@@ -115,6 +133,9 @@ class Unsupported(ValueError):  # noqa: N818  reads as a sentence where it is ra
     def __init__(self, field: str) -> None:
         super().__init__(f"{field} is not supported by this server with this value; leave it out")
         self.field = field
+        # With this detail the `anthropic` client sends the whole conversation instead of naming a thread.
+        unsupported = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        self.details = unsupported if field == "thread" else None
 
 
 class InvalidField(ValueError):  # noqa: N818  reads as a sentence where it is raised
@@ -178,12 +199,13 @@ def of_validation(errors: Sequence[Any], body: Any = None) -> ApiError:
     """The first validation error of a body, without the client's values. `body`: tells fields from names of types."""
     first, keys = validation_errors.first_cause(errors, body)
     cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, Unsupported | InvalidField):
+    if isinstance(cause, InvalidField):
         return ApiError(400, str(cause), param=cause.field)
     # A key may hold any text of the client, a prompt included: only keys that look like a name are repeated.
     path = ".".join(str(part) if _KEY.fullmatch(str(part)) else "…" for part in keys)[:100]
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"Unrecognized request argument supplied: {path}", param=path)
+    if isinstance(cause, Unsupported):
+        prefix = f"{path}." if path else ""
+        return ApiError(400, f"{prefix}{cause}", param=prefix + cause.field, details=cause.details)
     message = str(cause) if isinstance(cause, ValueError) else first["msg"]
     if first["type"] in {"model_type", "model_attributes_type"}:  # pydantic's message has the name of our class
         message = "Input should be an object"
@@ -194,7 +216,8 @@ def install(app: FastAPI) -> None:
     """Install exception handlers, so that all errors of the application have one format."""
 
     def answer(request: Request, error: ApiError) -> Response:
-        return error.response(request.url.path, getattr(request.state, "request_id", ""))  # none on the admin port
+        # The admin port has no request id.
+        return error.response(request.url.path, getattr(request.state, "request_id", ""), request.headers)
 
     async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)

@@ -64,10 +64,9 @@ class LogprobWriter:
         return {"token": self.name(token_id), "logprob": _finite(logprob), "bytes": list(raw)}
 
     def _top(self, token: TokenLogprobs) -> dict[str, float]:
-        """Logprobs of the likeliest tokens, and of the sampled one if it is not among them."""
-        named = {self.name(token_id): _finite(logprob) for token_id, logprob in token.top}
-        named.setdefault(self.name(token.token_id), _finite(token.logprob))
-        return named
+        """Logprobs of the sampled token, which comes first as in vLLM, and of the likeliest ones."""
+        top = {self.name(token_id): _finite(logprob) for token_id, logprob in token.top}
+        return {self.name(token.token_id): _finite(token.logprob)} | top
 
     def _prompt_entry(self, token: TokenLogprobs) -> dict[str, Any]:
         ranked = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(token.top, start=1)}

@@ -68,7 +68,7 @@ class MessageEvents:
             content.append(thinking | {"signature": self._signature(len(content))})
         if message["content"]:
             content.append({"type": "text", "text": message["content"]})
-        for index, call in enumerate(message.get("tool_calls", ())):
+        for index, call in enumerate(message.get("tool_calls") or ()):
             function = call["function"]
             content.append(self._tool_use(index, function["name"]) | {"input": _arguments(function["arguments"])})
         self._note_end(choice)

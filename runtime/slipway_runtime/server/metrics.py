@@ -8,7 +8,7 @@ and tenants that are gone leave none behind.
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from slipway_api.runtime_api import MOST_TENANTS
 from slipway_runtime.messages import EngineFacts, EngineStats, FinishReason
+from slipway_runtime.server.fields import OTHER
 from slipway_runtime.server.generation import Record
 
 _TTFT: Final = (
@@ -295,6 +296,9 @@ class Metrics:
         self._tokens_by_tenant = self._own_counter(
             "tokens", "Tokens: input, cached, output; draft, accepted.", "tenant", "adapter", "kind"
         )
+        self._ignored = self._own_counter(
+            "ignored_fields", "Request fields that had no effect, by API; unknown names are `other`.", "api", "field"
+        )
         self._token_labels: set[tuple[str, str]] = set()
         for reason in FinishReason:
             self._success.labels(*self._values, _FINISHED.get(reason, str(reason)))
@@ -337,6 +341,11 @@ class Metrics:
         self._errors.labels(
             *self._values, _CLASS_OF_STATUS.get(status, "malformed" if status < 500 else "engine")
         ).inc()
+
+    def ignored(self, api: str, fields: Mapping[str, bool]) -> None:
+        """Count the ignored fields of a request; those that no table has are one series together."""
+        for name in {name if is_known else OTHER for name, is_known in fields.items()}:
+            self._ignored.labels(*self._values, api, name).inc()
 
     def ended(self, record: Record) -> None:
         """Record a request that has ended, also after an error."""

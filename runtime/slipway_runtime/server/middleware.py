@@ -7,6 +7,7 @@ import asyncio
 import json
 import re
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -21,6 +22,7 @@ from slipway_api.admin_token import token_matches
 from slipway_api.anthropic_errors import REQUEST_ID_HEADER, is_anthropic
 from slipway_api.runtime_api import Signals
 from slipway_runtime.server.errors import NOT_STARTED, ApiError
+from slipway_runtime.server.fields import OTHER, header_of
 from slipway_runtime.server.replica import Replica
 
 log = structlog.get_logger()
@@ -34,6 +36,18 @@ ORCA_HEADER: Final = "endpoint-load-metrics"
 OPEN_PATHS: Final = frozenset({names.PATH_HEALTH, names.PATH_READY})
 # They need the gateway's token. Names of headers arrive in lower case.
 _PROVEN_HEADERS: Final = frozenset({names.HEADER_TENANT.encode(), names.HEADER_PRIORITY.encode()})
+# The label of each API in `slipway:ignored_fields_total`.
+_APIS: Final = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/responses/input_tokens": "responses",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "messages",
+    "/v1/embeddings": "embeddings",
+    "/tokenize": "tokenize",
+    "/detokenize": "tokenize",
+}
 _DISCARD_BYTES: Final = 64 * 2**20
 # Of the body of a caller without the token: most clients finish sending before they read the answer.
 _STRANGER_BYTES: Final = 64 * 2**10
@@ -115,16 +129,16 @@ class ServingMiddleware:
         """Pass the request to the application, or refuse it."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        ignored = self._drop_unproven(scope)
+        dropped = self._drop_unproven(scope)
         headers = Headers(scope=scope)
         given = headers.get(names.HEADER_REQUEST_ID, "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        send = self._signing(send, scope, request_id, headers.get(ORCA_FORMAT_HEADER, ""), ignored)
+        send = self._signing(send, scope, request_id, headers.get(ORCA_FORMAT_HEADER, ""), dropped)
         send = self._logging(send, scope, headers, request_id)
         if (refusal := self._refusal(scope, headers)) is not None:
             await (_discard_strangers_body(receive) if refusal.status == 401 else _discard_body(receive))
-            return await refusal.response(scope["path"], request_id)(scope, receive, send)
+            return await refusal.response(scope["path"], request_id, headers)(scope, receive, send)
         body = _Body()
         self._open += 1
         try:
@@ -236,15 +250,25 @@ class ServingMiddleware:
         scope["headers"] = [(name, value) for name, value in scope["headers"] if name not in _PROVEN_HEADERS]
         return ", ".join(sorted({name.decode() for name in given}))
 
-    def _signing(self, send: Send, scope: Scope, request_id: str, load_format: str, ignored: str) -> Send:
-        """Wrap `send` to add headers: request id, model, revision, adapter, tokenizer, and a requested load report."""
+    def _report_ignored(self, path: str, request_id: str, ignored: Mapping[str, bool]) -> None:
+        """Log and count the fields of a request that had no effect: their names, never their values."""
+        api = _APIS.get(path, OTHER)
+        log.info("fields ignored", request_id=request_id, api=api, fields=header_of(ignored))
+        if self._replica.loaded is not None:
+            self._replica.loaded.metrics.ignored(api, ignored)
+
+    def _signing(self, send: Send, scope: Scope, request_id: str, load_format: str, dropped: str) -> Send:
+        """Wrap `send` to add headers: request id, ignored fields, model, revision, adapter, tokenizer, load report."""
 
         async def signing(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers[names.HEADER_REQUEST_ID] = request_id
-                if ignored:
-                    headers[names.HEADER_IGNORED_HEADERS] = ignored
+                if dropped:
+                    headers[names.HEADER_IGNORED_HEADERS] = dropped
+                if ignored := scope["state"].get("ignored"):
+                    headers[names.HEADER_IGNORED] = header_of(ignored)
+                    self._report_ignored(scope["path"], request_id, ignored)
                 if is_anthropic(scope["path"]):
                     headers[REQUEST_ID_HEADER] = request_id
                 headers[names.HEADER_MODEL] = self._replica.identity.model

@@ -8,7 +8,6 @@ from fastapi import APIRouter, Request
 from slipway_api.anthropic_models import anthropic_model, anthropic_model_list, asks_as_anthropic
 from slipway_runtime.messages import AdapterState
 from slipway_runtime.server.adapter_registry import NamedAdapter
-from slipway_runtime.server.errors import unknown_model
 from slipway_runtime.server.replica import LoadedModel, Replica
 from slipway_runtime.server.request_context import served_by
 from slipway_runtime.storage.address import shown
@@ -33,7 +32,7 @@ async def get_model(name: str, http: Request) -> dict[str, Any]:
     """One model by its id."""
     replica: Replica = http.app.state.replica
     if not name:
-        raise unknown_model(name)
+        return await list_models(http)  # a slash after /v1/models
     served = served_by(replica, name)
     adapter = served.model.adapters.find(served.name) if served.digest else None
     card = _card(replica, served.model) if adapter is None else _adapter_card(replica, served.model, adapter)

@@ -1,8 +1,7 @@
 """Wire types of OpenAI requests: chat, completions, tokenize and detokenize.
 
-No field is silently ignored: an unknown or unsupported field gets a 400 that names it. Fields without influence on
-the answer (`user`, `metadata`, …) are accepted. Limits of the API are checked here; limits of the loaded model are
-checked in `sampling.py`.
+The fields of these classes are honoured; `fields.py` has those that are refused, and those that are ignored and named.
+Limits of the API are checked here; limits of the loaded model are checked in `sampling.py`.
 """
 
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from slipway_runtime.server import fields
 from slipway_runtime.server.bodies import RequestBody
 from slipway_runtime.server.chat_types import (
     MAX_TOOLS,
@@ -21,15 +21,14 @@ from slipway_runtime.server.chat_types import (
     StructuredOutputs,
     Tool,
 )
-from slipway_runtime.server.errors import InvalidField, Unsupported
+from slipway_runtime.server.errors import InvalidField
 
-MAX_STOPS: Final = 4  # as OpenAI
+MAX_STOPS: Final = 16  # OpenAI allows 4; HumanEval has 5
 LONGEST_STOP: Final = 1024  # characters of a stop string
 MAX_LOGPROBS: Final = 20
 MAX_N: Final = 128
 MAX_PROMPTS: Final = 256  # in one request of /v1/completions
 MAX_MESSAGES: Final = 4096
-EFFORTS: Final = ("none", "minimal", "low", "medium", "high")
 _INT64: Final = 2**63 - 1
 
 
@@ -82,21 +81,17 @@ Prompts = Annotated[
 ]
 
 
-def _known_effort(effort: Any) -> Any:
-    if effort is not None and effort not in EFFORTS:
-        raise ValueError(f"one of {', '.join(EFFORTS[:-1])} and {EFFORTS[-1]} is needed")
-    return effort
-
-
-Effort = Annotated[str, BeforeValidator(_known_effort)]
+# A hint, not a constraint: `effort.py` says what becomes of it.
+Effort = Annotated[str, Field(max_length=64)]
 
 
 class StreamOptions(RequestBody):
     """Options of a stream."""
 
+    lists: ClassVar[fields.Lists] = fields.STREAM_OPTIONS
+
     include_usage: bool = False
-    continuous_usage_stats: bool = False
-    include_obfuscation: bool = False  # padding against side channels; without effect
+    continuous_usage_stats: bool = False  # as in vLLM, only together with `include_usage`
 
 
 class ResumedAnswer(RequestBody):
@@ -116,6 +111,8 @@ class Resume(RequestBody):
 
 class GenerationRequest(RequestBody):
     """Fields that chat and completions have in common."""
+
+    lists: ClassVar[fields.Lists] = fields.GENERATION
 
     model: str = Field(default="", max_length=1024)  # empty: the one model that is served
     max_tokens: Count | None = Field(default=None, ge=1)
@@ -139,7 +136,6 @@ class GenerationRequest(RequestBody):
     ignore_eos: bool | None = False
     stop_token_ids: list[TokenId] | None = Field(default=None, max_length=256)
     skip_special_tokens: bool | None = True
-    spaces_between_special_tokens: bool | None = True  # for tokenizers of another format; without effect
     include_stop_str_in_output: bool | None = False
     cache_salt: str | None = Field(default=None, max_length=256)
     prompt_logprobs: Count | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -160,38 +156,12 @@ class GenerationRequest(RequestBody):
 
     cuts_max_tokens: ClassVar[bool] = False  # more tokens than the context has: as many as fit, not an error
 
-    # Metadata of the caller; no influence on the answer.
+    # Requests of one user or of one key stay together; the gateway reads them.
     user: str | None = None
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    session_id: str | None = Field(default=None, max_length=256)
-
-    # Not supported: refused unless the value is the neutral one.
-    service_tier: str | None = None
-    kv_transfer_params: Any = None
-    allowed_token_ids: list[TokenId] | None = None
-    bad_words: list[str] | None = None
-    use_beam_search: bool | None = None
-    length_penalty: Number | None = None
-    logits_processors: list[Any] | None = None
-
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "service_tier": ("auto", "default"),
-        "kv_transfer_params": ({},),
-        "allowed_token_ids": (),
-        "bad_words": ([],),
-        "use_beam_search": (False,),
-        "length_penalty": (1.0,),
-        "logits_processors": ([],),
-    }
 
     @model_validator(mode="after")
-    def _only_what_is_honoured(self) -> Self:
-        for name, harmless in self.neutral.items():
-            value = getattr(self, name)
-            if value is not None and not any(value == h and type(value) is type(h) for h in harmless):
-                raise Unsupported(name)
+    def _fits_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise InvalidField("stream_options", "is only allowed when stream is true")
         if self.prompt_logprobs is not None and self.stream:
@@ -246,6 +216,8 @@ class GenerationRequest(RequestBody):
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
+    lists: ClassVar[fields.Lists] = fields.CHAT
+
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: Count | None = Field(default=None, ge=1)
     logprobs: bool | None = None
@@ -256,29 +228,8 @@ class ChatRequest(GenerationRequest):
     tools: list[Annotated[Tool, ONLY_FUNCTIONS]] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool, ONLY_FUNCTION_CHOICES] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Effort | None = None  # if the template reads it
+    reasoning_effort: Effort | None = None
     include_reasoning: bool | None = True  # vLLM's; false: the answer comes without it
-
-    functions: list[Any] | None = None
-    function_call: Any = None
-    modalities: list[str] | None = None
-    audio: Any = None
-    prediction: Any = None
-    verbosity: Any = None
-    store: bool | None = None
-    web_search_options: Any = None
-
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **GenerationRequest.neutral,
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "verbosity": ("medium",),
-        "store": (False,),
-        "web_search_options": (),
-    }
 
     @model_validator(mode="after")
     def _makes_sense_together(self) -> Self:
@@ -328,17 +279,13 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions: one prompt or several, each a text or its token ids."""
 
+    lists: ClassVar[fields.Lists] = fields.COMPLETION
+
     prompt: Prompts
     max_tokens: Count | None = Field(default=None, ge=0)
     logprobs: Count | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
     best_of: Count | None = None
-    suffix: str | None = None
-
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **GenerationRequest.neutral,
-        "suffix": ("",),
-    }
 
     @model_validator(mode="after")
     def _makes_sense_together(self) -> Self:
@@ -388,6 +335,8 @@ class CompletionRequest(GenerationRequest):
 
 class TokenizeRequest(RequestBody):
     """POST /tokenize: a text, tokenized as for a completion, or messages, as for a chat."""
+
+    lists: ClassVar[fields.Lists] = fields.TOKENIZE
 
     model: str = Field(default="", max_length=1024)
     prompt: str | None = None

@@ -10,7 +10,7 @@ Chat templates come from the model's author and run in jinja's sandbox; their va
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn, TypeVar
 
 from jinja2 import TemplateError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Node
+from jinja2.nodes import CallBlock, Const, Name, Node
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -161,8 +161,15 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = special_tokens
         self._tool_call_parser = tool_call_parser
-        self._template = _environment().from_string(source) if source else None
-        self._tool_template = _environment().from_string(tool_source) if tool_source else self._template
+        environment = _environment()
+        self._template = environment.from_string(source) if source else None
+        self._tool_template = environment.from_string(tool_source) if tool_source else self._template
+        trees = [environment.parse(text) for text in {source, tool_source}]
+        # The names that it reads, and its texts: what it does with a variable is in its code, not in its comments.
+        self.variables = frozenset(node.name for tree in trees for node in tree.find_all(Name) if node.ctx == "load")
+        self.words = frozenset(
+            node.value for tree in trees for node in tree.find_all(Const) if isinstance(node.value, str)
+        )
 
     @cached_property
     def tools(self) -> ToolFormat:
@@ -179,10 +186,6 @@ class ChatTemplate:
             return ""
         given = {"messages": list(messages), "tools": list(tools) or None, "documents": None}
         return self._tool_template.render(**self._special_tokens, **given, add_generation_prompt=False)
-
-    def knows(self, variable: str) -> bool:
-        """Whether the template reads this variable."""
-        return variable in self.source
 
     def render(
         self,
@@ -216,13 +219,7 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        try:
-            text = self._rendered(variables)
-        except TemplateError as error:
-            # The template refuses some messages, such as a system message; the sentence is its author's.
-            raise _refused(f"the chat template refuses these messages: {error.message}") from None
-        except _CANNOT_RENDER:
-            raise _refused("the chat template cannot render these messages") from None
+        text = self._rendered(variables)
         return _cut_at_mark(text, final) if continue_final_message else text
 
     def _with_written_calls(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -234,6 +231,28 @@ class ChatTemplate:
         return message | {"content": f"{text}\n{text_of_calls(message['tool_calls'], form)}".lstrip("\n")}
 
     def _rendered(self, variables: dict[str, Any]) -> str:
+        """Render the template with the first form of the history that it takes; raises ApiError 400 for none.
+
+        Templates differ in what they take: system messages only at the beginning, arguments of calls only as objects.
+        The client cannot change what was said, so each is tried; the refusal is that of the history as it came.
+        """
+        refusal: ApiError | None = None
+        for messages in _histories(variables["messages"]):
+            try:
+                text = self._with_contents(variables | {"messages": messages})
+            except TemplateError as error:
+                # The template refuses some messages, such as a system message; the sentence is its author's.
+                refusal = refusal or _refused(f"the chat template refuses these messages: {error.message}")
+            except _CANNOT_RENDER:
+                refusal = refusal or _refused("the chat template cannot render these messages")
+            else:
+                if _shows_system(text, messages):
+                    return text
+                refusal = refusal or _refused("the chat template does not show these system messages")
+        assert refusal is not None
+        raise refusal
+
+    def _with_contents(self, variables: dict[str, Any]) -> str:
         """Render the template; an assistant's message without text, only with tool calls, has the content None.
 
         Some templates recognise calls by that None (DeepSeek), others fail to append it to a text, or write the word
@@ -266,13 +285,56 @@ def _tool_variables(tool: Tool) -> dict[str, Any]:
     return given | {"function": {name: function[name] for name in [*order, *function]}}
 
 
+def _histories(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The messages as they came, then in the forms that more templates take."""
+    yield messages
+    objects = _with_objects(messages)
+    if objects != messages:
+        yield objects
+    merged = _with_one_system(messages)
+    if merged != messages:
+        yield merged
+        if objects != messages:
+            yield _with_one_system(objects)
+
+
+def _with_objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with an empty object for arguments that are none, as vLLM has it."""
+
+    def mended(call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        return call if isinstance(function["arguments"], dict) else call | {"function": function | {"arguments": {}}}
+
+    return [
+        message | {"tool_calls": [mended(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with the text of all system messages in one, at the beginning."""
+    texts = [message["content"] or "" for message in messages if message["role"] == "system"]
+    others = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others] if texts else messages
+
+
+def _shows_system(text: str, messages: list[dict[str, Any]]) -> bool:
+    """Whether the prompt has the text of each system message after the first message: some templates drop them."""
+    later = (message["content"] or "" for message in messages[1:] if message["role"] == "system")
+    return all(content.strip() in text for content in later)
+
+
 def template_message(message: ChatMessage) -> dict[str, Any]:
     """Translate a message to the template's variables; the role `developer` is OpenAI's newer name of `system`.
 
     Arguments of tool calls arrive as JSON text, and templates write them with `tojson`, so they are parsed to objects.
+    Only a message that calls tools may be without a content: elsewhere none is an empty text.
     """
-    role = "system" if message.role == "developer" else message.role
-    seen: dict[str, Any] = {"role": role, "content": message.text if message.content is not None else None}
+    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+    is_empty = message.content is None and not message.refusal
+    seen: dict[str, Any] = {"role": role, "content": None if is_empty and message.calls else message.text}
     if message.name:
         seen["name"] = message.name
     if reasoning := message.reasoning_content or message.reasoning:
@@ -280,26 +342,25 @@ def template_message(message: ChatMessage) -> dict[str, Any]:
         seen |= {"reasoning_content": reasoning, "thinking": reasoning}
     if message.tool_call_id is not None:
         seen["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
+    if message.calls:
         seen["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
                 "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
             }
-            for call in message.tool_calls
+            for call in message.calls
         ]
     return seen
 
 
 def _arguments(text: str) -> Any:
+    """The arguments as an object; what is none stays the text that the model wrote, so that it sees its mistake."""
     try:
         arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise ApiError(400, "the arguments of a tool call are a JSON object as text", param="messages")
-    return arguments
+        return text
+    return arguments if isinstance(arguments, dict) else text
 
 
 def _cut_at_mark(text: str, final: str) -> str:

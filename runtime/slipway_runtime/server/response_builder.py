@@ -102,9 +102,7 @@ class ResponseBuilder:
         self._is_resumed = body.slipway_resume is not None
         self._wants_token_ids = bool(body.return_token_ids)
         self._marks_tokens = caller.wants_token_ids and bool(body.stream)
-        self._stream_usage = body.stream_options is not None and (
-            body.stream_options.include_usage or body.stream_options.continuous_usage_stats
-        )
+        self._stream_usage = body.stream_options is not None and body.stream_options.include_usage
 
     def add(self, request: Request, generation: Generation, prompt: Prompt, before: Delta | None) -> None:
         """Add an engine request: a prompt of the call, or a resumed answer with the delta `before`."""
@@ -208,7 +206,7 @@ class ResponseBuilder:
                 self._replay(writer, opening, self._before.get(index))
                 continue
             for number, choice in enumerate(opening):
-                chunks += self._event(choice, with_prompt=index == number == 0)
+                chunks += self._event(choice, with_prompt=index == number == 0, is_opening=True)
         return chunks
 
     def _replay(self, writer: ChoiceWriter, opening: list[dict[str, Any]], before: Delta | None) -> None:
@@ -235,16 +233,19 @@ class ResponseBuilder:
     def _empty_delta(self) -> dict[str, Any]:
         return {"text": ""} if self._format.route == "completions" else {"delta": {}}
 
-    def _event(self, choice: dict[str, Any], *, with_prompt: bool = False) -> bytes:
-        return self._dialect.chunk(self._chunk(choice, with_prompt=with_prompt))
+    def _event(self, choice: dict[str, Any], *, with_prompt: bool = False, is_opening: bool = False) -> bytes:
+        return self._dialect.chunk(self._chunk(choice, with_prompt=with_prompt, is_opening=is_opening))
 
-    def _chunk(self, choice: dict[str, Any], *, with_prompt: bool = False) -> dict[str, Any]:
+    def _chunk(self, choice: dict[str, Any], *, with_prompt: bool = False, is_opening: bool = False) -> dict[str, Any]:
         chunk = self._format.envelope([choice], streamed=True)
         if with_prompt:
             chunk = self._with_prompt_ids(chunk)
         if self._stream_usage:
             continuous = self._body.stream_options and self._body.stream_options.continuous_usage_stats
-            chunk["usage"] = self._usage() if continuous else None
+            usage = self._usage() if continuous else None
+            if usage is not None and is_opening:  # the role is no token
+                usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+            chunk["usage"] = usage
         return self._with_model_fields(chunk)
 
     def _with_ids(self, choice: dict[str, Any], token_ids: tuple[int, ...]) -> dict[str, Any]:

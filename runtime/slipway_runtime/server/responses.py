@@ -13,7 +13,7 @@ from slipway_runtime.server.chat import answer_chat, count_prompt_tokens
 from slipway_runtime.server.errors import ApiError, renamed_fields
 from slipway_runtime.server.middleware import new_id
 from slipway_runtime.server.replica import Replica
-from slipway_runtime.server.responses_types import FIELDS_OF_CHAT, ResponsesRequest
+from slipway_runtime.server.responses_types import FIELDS_OF_CHAT, OtherTool, ResponsesRequest
 
 router = APIRouter()
 
@@ -56,6 +56,7 @@ class ResponseEvents:
 
     def __init__(self, body: ResponsesRequest, id: str, created: int) -> None:
         self._body = body
+        self._namespaces = body.namespaces
         self._id = id
         self._unique = id.partition("_")[2] or id
         self._created = created
@@ -75,7 +76,7 @@ class ResponseEvents:
         """The response object."""
         [choice] = completion["choices"]
         message = choice.pop("message")
-        calls = [{"index": i} | call for i, call in enumerate(message.get("tool_calls", ()))]
+        calls = [{"index": i} | call for i, call in enumerate(message.get("tool_calls") or ())]
         choice["delta"] = {"content": message["content"], "tool_calls": calls, "reasoning": message.get("reasoning")}
         self.chunk(completion)
         self._close(self._item_status)
@@ -162,7 +163,10 @@ class ResponseEvents:
     def _call(self, call: dict[str, Any]) -> bytes:
         events, function = b"", call["function"]
         if "name" in function:
-            item = {"id": self._name("fc"), "type": "function_call", "name": function["name"], "arguments": ""}
+            space, name = self._namespaces.get(function["name"], ("", function["name"]))
+            item = {"id": self._name("fc"), "type": "function_call", "name": name, "arguments": ""}
+            if space:
+                item["namespace"] = space
             # Derived from the response id, not random: a replica that resumes the stream makes the same id.
             item["call_id"] = call_id("call_", self._id, call["index"])
             events = self._open(item)
@@ -216,13 +220,14 @@ class ResponseEvents:
     def _response(self, status: str) -> dict[str, Any]:
         body = self._body
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        tools = [tool.model_dump() for tool in body.tools or ()]
+        tools = [tool.model_dump() for tool in body.tools or () if not isinstance(tool, OtherTool)]
         choice = body.tool_choice or "auto"
         text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text is not None else {}
         return {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "background": False,
             "error": _error(self._failure) if self._failure is not None else None,
@@ -231,6 +236,8 @@ class ResponseEvents:
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": body.max_tool_calls,
             "output": self._output,
+            "frequency_penalty": body.frequency_penalty or 0.0,
+            "presence_penalty": body.presence_penalty or 0.0,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "prompt_cache_key": body.prompt_cache_key,

@@ -34,6 +34,7 @@ def exported(*, legacy_names: bool = False) -> dict[str, str]:
     metrics = Metrics("m", FACTS, lambda: STATS, gpu_memory_utilization=0.9, legacy_names=legacy_names)
     metrics.stepped(msgspec.structs.replace(STATS, steps=1))
     metrics.refused(429)
+    metrics.ignored("chat", {"store": True})
     metrics.ended(ENDED)
     rows = {}
     for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
