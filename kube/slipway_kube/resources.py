@@ -40,6 +40,7 @@ class Resource:
 
 PODS: Final = Resource("", "v1", "pods", "Pod")
 NODES: Final = Resource("", "v1", "nodes", "Node", namespaced=False)
+NAMESPACES: Final = Resource("", "v1", "namespaces", "Namespace", namespaced=False)
 SERVICES: Final = Resource("", "v1", "services", "Service")
 SECRETS: Final = Resource("", "v1", "secrets", "Secret")
 CONFIG_MAPS: Final = Resource("", "v1", "configmaps", "ConfigMap")

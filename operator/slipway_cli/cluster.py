@@ -106,8 +106,10 @@ class Cluster:
     def events(self, name: str = "") -> list[dict[str, Any]]:
         """The events about objects of our kinds and their pods, oldest first."""
         with _explained("events"):
-            found = self._events.list_namespaced_event(self.namespace)
-        ours = [self._plain(one) for one in found.items if one.reporting_controller == names.FIELD_MANAGER]
+            # As raw JSON: the client's model refuses the events of a kubelet, whose eventTime is null.
+            answer: Any = self._events.list_namespaced_event(self.namespace, _preload_content=False)
+        found: list[dict[str, Any]] = json.loads(answer.data)["items"]
+        ours = [one for one in found if one.get("reportingController") == names.FIELD_MANAGER]
         if name:
             ours = [one for one in ours if (one.get("regarding") or {}).get("name") == name]
         return sorted(ours, key=_moment)

@@ -286,6 +286,9 @@ def main() -> None:
     except (ClusterError, BadInputError) as exc:
         print(f"error: {exc}", file=sys.stderr)
         sys.exit(1)
+    except Exception as exc:  # noqa: BLE001  a person reads this, and a traceback helps nobody on call
+        print(f"error: {type(exc).__name__}: {' '.join(str(exc).split())[:500]}", file=sys.stderr)
+        sys.exit(1)
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
