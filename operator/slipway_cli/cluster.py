@@ -27,11 +27,14 @@ class ClusterError(Exception):
 class Cluster:
     """One namespace of one cluster."""
 
+    kubeconfig: str | None = None
+    """Path of the kubeconfig; None: KUBECONFIG, or ~/.kube/config."""
+
     def __init__(self, namespace: str = "", context: str = "") -> None:
         """An empty namespace is that of the kubeconfig's context."""
         try:
-            config.load_kube_config(context=context or None)  # type: ignore[no-untyped-call]
-            _, active = config.list_kube_config_contexts()  # type: ignore[no-untyped-call]
+            config.load_kube_config(config_file=self.kubeconfig, context=context or None)  # type: ignore[no-untyped-call]
+            _, active = config.list_kube_config_contexts(config_file=self.kubeconfig)  # type: ignore[no-untyped-call]
         except (ConfigException, OSError) as exc:
             raise ClusterError(f"no kubeconfig: {exc}") from exc
         inherited = (active or {}).get("context", {}).get("namespace")

@@ -1,8 +1,8 @@
 """Objects in a namespace that may not be read: they are left as they are, except while their namespace is deleted.
 
-Without its pods an object cannot be planned: it would get new ones. But a namespace that is being deleted loses our Role
-at any moment, and a finalizer that nobody may remove would keep it Terminating: so the finalizer is removed without a
-drain. Kubernetes deletes the pods then, and their preStop drains them.
+Without its pods an object cannot be planned: it would get new ones. But a namespace that is being deleted loses our
+Role at any moment, and a finalizer that nobody may remove would keep it Terminating: so the finalizer is removed
+without a drain. Kubernetes deletes the pods then, and their preStop drains them.
 """
 
 from collections.abc import Mapping
