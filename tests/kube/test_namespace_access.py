@@ -72,9 +72,7 @@ def test_every_readable_namespace_is_current_whatever_the_others_are(at_start, l
 def test_a_refused_namespace_is_logged_once_and_when_it_is_back():
     async def story() -> None:
         server = FakeApiServer()
-        informer = Informer(
-            server.client(), PODS, Pod, namespaces=("a", "b"), clock=asyncio.get_running_loop().time
-        )
+        informer = Informer(server.client(), PODS, Pod, namespaces=("a", "b"), clock=asyncio.get_running_loop().time)
         refuse(server, {"b"})
         with structlog.testing.capture_logs() as logs:
             async with running(informer):
@@ -99,9 +97,7 @@ def test_one_refusal_at_the_start_does_not_make_a_namespace_empty():
         server.put(PODS, a_pod("a", "a"))
         server.put(PODS, a_pod("b", "b"))
         server.fail(path="/namespaces/b/pods", status=403, times=1)
-        informer = Informer(
-            server.client(), PODS, Pod, namespaces=("a", "b"), clock=asyncio.get_running_loop().time
-        )
+        informer = Informer(server.client(), PODS, Pod, namespaces=("a", "b"), clock=asyncio.get_running_loop().time)
         async with running(informer):
             await informer.synced.wait()
             assert len(informer.cache) == 2
