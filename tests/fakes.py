@@ -225,6 +225,7 @@ class FakeApiServer:
         version = int(request.params.get("resourceVersion") or self.store.version)
         loop = asyncio.get_running_loop()
         ends = loop.time() + float(request.params.get("timeoutSeconds") or 3600)
+        bookmark_at = loop.time() + BOOKMARK_SECONDS  # also of a watch that others' news wake, and never its own
         this = _Watch()
         self._watches.add(this)
         try:
@@ -239,12 +240,13 @@ class FakeApiServer:
                         yield line
                     version = max(version, told)
                 try:
-                    async with asyncio.timeout_at(min(ends, loop.time() + BOOKMARK_SECONDS)):
+                    async with asyncio.timeout_at(min(ends, bookmark_at)):
                         await news.wait()
                 except TimeoutError:
                     if loop.time() >= ends:
                         return
-                    this.wants_bookmark = True
+                if loop.time() >= bookmark_at:
+                    this.wants_bookmark, bookmark_at = True, loop.time() + BOOKMARK_SECONDS
             raise Dropped
         finally:
             self._watches.discard(this)

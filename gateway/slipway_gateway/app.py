@@ -165,12 +165,15 @@ class Admin:
             reason, message = "ShuttingDown", f"{self._requests.open} requests are finishing"
         elif not view.synced:
             reason, message = "Syncing", "Pods and InferenceServices have not been listed yet"
+            message += f": {view.refusal}" if view.refusal else ""
         elif not self._tenancy.is_usable:
             reason, message = "TenantsInvalid", self._tenancy.fault
         else:
             reason, message = "Ready", f"{len(self._fleet.table)} services are routed"
             if view.from_snapshot:
                 message += f", as they were {view.age_seconds:.0f} s ago, because the API server does not answer"
+            if view.refusal:
+                message += f"; {view.refusal}"
         body = {
             "ready": reason == "Ready",
             "reason": reason,

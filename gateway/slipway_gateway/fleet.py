@@ -49,6 +49,8 @@ class View:
     synced: bool  # everything has been listed once
     age_seconds: float  # since the last event, bookmark or list of the API server
     from_snapshot: bool = False  # the table is that of the last process: the API server has not answered this one yet
+    refused: tuple[tuple[str, str], ...] = ()  # resource and namespace of the lists that the API server refuses
+    refusal: str = ""  # the same as a clause
 
 
 class Destination:

@@ -285,6 +285,13 @@ class _FleetCollector(Collector):
         yield GaugeMetricFamily(
             "slipway_gateway_view_age_seconds", "Since the API server last gave a sign of life", value=view.age_seconds
         )
+        refused = GaugeMetricFamily(
+            "slipway_gateway_list_refused", "1 while the API server refuses to list a resource in a namespace",
+            labels=["resource", "namespace"],
+        )  # fmt: skip
+        for place in view.refused:
+            refused.add_metric(place, 1)
+        yield refused
         yield GaugeMetricFamily(
             "slipway_gateway_routes_from_snapshot", "1 while the routing table is that of the last process",
             value=int(view.from_snapshot),

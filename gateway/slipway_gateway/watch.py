@@ -21,6 +21,7 @@ from slipway_api.runtime_spec import Runtime
 from slipway_gateway.fleet import Fleet, View
 from slipway_gateway.panic import PanicMode, is_silent
 from slipway_gateway.picker.endpoints import Adapter, Endpoint, LatencyLimits, Service, WaitLimits
+from slipway_kube.access import ReadAccess
 from slipway_kube.client import Client
 from slipway_kube.informer import Change, Informer
 from slipway_kube.objects import Condition, Object, OwnerReference, Pod, Slim
@@ -362,9 +363,12 @@ class Watch:
         self._fleet = fleet
         self._panic = PanicMode(fleet)
         self._serving_port = serving_port
-        self.pods = Informer(client, PODS, Pod, namespaces=namespaces, label_selector=names.MANAGED_SELECTOR)
-        self.services = Informer(client, INFERENCE_SERVICES, InferenceService, namespaces=namespaces)
-        self.adapters = Informer(client, LORA_ADAPTERS, LoRAAdapter, namespaces=namespaces)
+        self._access = access = ReadAccess()
+        self.pods = Informer(
+            client, PODS, Pod, namespaces=namespaces, label_selector=names.MANAGED_SELECTOR, access=access
+        )
+        self.services = Informer(client, INFERENCE_SERVICES, InferenceService, namespaces=namespaces, access=access)
+        self.adapters = Informer(client, LORA_ADAPTERS, LoRAAdapter, namespaces=namespaces, access=access)
         self.pods.on_change(self._pod_changed)
         self.services.on_change(self._service_changed)
         self.adapters.on_change(self._adapter_changed)
@@ -377,13 +381,17 @@ class Watch:
         fleet.view = self.view
 
     def view(self) -> View:
-        """Whether everything was listed once, and how long ago the API server last sent something."""
+        """Whether everything that may be read was listed once, and how long ago the API server last sent something."""
         others = self.pods.synced.is_set() and self.services.synced.is_set()
         if others and self._others_synced_at is None:
             self._others_synced_at = time.monotonic()
         optional = self.adapters.synced.is_set() and (self.namespaces is None or self.namespaces.synced.is_set())
-        synced = others and (optional or self._has_waited())
-        return View(synced=synced, age_seconds=max(self.pods.age(), self.services.age()))
+        return View(
+            synced=others and (optional or self._has_waited()),
+            age_seconds=max(self.pods.age(), self.services.age()),
+            refused=tuple(sorted(self._access.refused)),
+            refusal=self._access.describe(),
+        )
 
     def _has_waited(self) -> bool:
         return self._others_synced_at is not None and time.monotonic() - self._others_synced_at > OPTIONAL_SECONDS

@@ -7,10 +7,12 @@ that vanished while nobody watched is reported as deleted.
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final, Generic, TypeVar
 
 import structlog
 
+from slipway_kube.access import REFUSALS, ReadAccess
 from slipway_kube.cache import Cache, Change, OnChange
 from slipway_kube.client import Client
 from slipway_kube.objects import Key, Object
@@ -43,9 +45,15 @@ class Informer(Generic[T]):
         field_selector: str = "",
         pace: Pace | None = None,
         clock: Callable[[], float] = time.monotonic,
+        access: ReadAccess | None = None,
     ) -> None:
+        """`access` collects the namespaces that the API server refuses to list."""
         self.synced = asyncio.Event()
-        """Set once every namespace has been listed for the first time; never cleared."""
+        """Set once every namespace has been listed, or is refused while another one was listed; never cleared.
+
+        If all are refused, the cause is this process's rights and not the namespaces, so nothing counts as empty.
+        """
+        self.access = access or ReadAccess()
         self._callbacks: list[OnChange[T]] = []
         self._relist_callbacks: list[Callable[[], None]] = []
         self._cache = Cache[T](self._notify)
@@ -58,6 +66,8 @@ class Informer(Generic[T]):
                 pace=pace or Pace(),
                 clock=clock,
                 on_listed=self._listed,
+                on_refused=self._note_settled,
+                access=self.access,
             )
             for namespace in (namespaces or [""])
         ]
@@ -90,9 +100,9 @@ class Informer(Generic[T]):
         self._relist_callbacks.append(callback)
 
     def age(self) -> float:
-        """Seconds since the last event, bookmark or list of the server, in the namespace where that is longest ago.
+        """Seconds since the last sign of life of the server, in the namespace with the longest silence.
 
-        A healthy stream gets a bookmark about every minute; infinity before the first list.
+        A healthy stream gets a bookmark about every minute, and a refusal is an answer; infinity before the first one.
         """
         return max(reflector.age() for reflector in self._reflectors)
 
@@ -103,7 +113,10 @@ class Informer(Generic[T]):
                 group.create_task(reflector.follow())
 
     async def refresh(self) -> None:
-        """Return after a consistent list that began after this call; a new leader awaits it before its first write."""
+        """Return after a consistent list that began after this call; a new leader awaits it before its first write.
+
+        A namespace that is refused keeps its last cached objects, and is in `access.refused`.
+        """
         await asyncio.gather(*(reflector.refresh() for reflector in self._reflectors))
 
     async def drift(self) -> int:
@@ -113,7 +126,8 @@ class Informer(Generic[T]):
         """
         wrong: dict[Key, T | None] = {}
         for reflector in self._reflectors:
-            wrong |= await reflector.differences()
+            with suppress(*REFUSALS):  # the reflector reports it, and there is nothing to compare with
+                wrong |= await reflector.differences()
         if wrong:
             await asyncio.sleep(CATCH_UP_SECONDS)
         return sum(1 for key, cached in wrong.items() if self._cache.view.get(key) is cached)
@@ -130,5 +144,8 @@ class Informer(Generic[T]):
         if self.synced.is_set():
             for callback in self._relist_callbacks:
                 callback()
-        if all(reflector.lists for reflector in self._reflectors):
+        self._note_settled()
+
+    def _note_settled(self) -> None:
+        if all(one.is_settled for one in self._reflectors) and any(one.lists for one in self._reflectors):
             self.synced.set()

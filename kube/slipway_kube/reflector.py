@@ -7,18 +7,20 @@ silence                       watch on from the last version: the connection was
 a broken connection, 429, 5xx watch on from the last version, after a pause
 410, or any ERROR event       list again, after a pause
 three failures in a row       list again: the server may be unable to watch from that version
+403 or 404 to a list          list again, after a pause; the cache stays, and `ReadAccess` reports the refusal
 """
 
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 import structlog
 
+from slipway_kube.access import REFUSALS, ReadAccess
 from slipway_kube.backoff import Backoff
 from slipway_kube.cache import Cache
 from slipway_kube.client import PAGE_SIZE, Client
@@ -29,6 +31,7 @@ from slipway_kube.resources import Resource
 WATCH_SECONDS: Final = (300, 600)  # the server ends a watch after a random time between these
 SHORTEST_WATCH: Final = 1.0
 FAILURES_BEFORE_RELIST: Final = 3
+REFUSALS_BEFORE_EMPTY: Final = 3  # a RoleBinding that was created a moment ago may not be effective yet
 
 T = TypeVar("T", bound=Object)
 log = structlog.get_logger()
@@ -67,6 +70,8 @@ class Reflector(Generic[T]):
         pace: Pace,
         clock: Callable[[], float],
         on_listed: Callable[[], None],
+        on_refused: Callable[[], None] = lambda: None,
+        access: ReadAccess | None = None,
     ) -> None:
         self.lists = 0
         self.undecodable = 0
@@ -83,16 +88,26 @@ class Reflector(Generic[T]):
         self._backoff = Backoff(first=pace.first_pause, cap=pace.longest_pause)
         self._clock = clock
         self._on_listed = on_listed
+        self._on_refused = on_refused
+        self._access = access or ReadAccess()
+        self._refusals = 0  # in a row
+        self._resource = source.resource.plural
         self._version = ""  # the last resourceVersion; empty: unknown, so list
         self._last_life = float("-inf")
         self._patience: asyncio.Timeout | None = None  # of the watch that is running
         self._asked = 0  # refreshes asked for, and how many of them a list begun afterwards has answered
         self._answered = 0
         self._answer = asyncio.Condition()
+        self._wanted = asyncio.Event()  # ends the pause between two attempts
         self._log = log.bind(kind=source.resource.plural, namespace=source.namespace or "*")
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether this source was listed, or the API server keeps refusing to list it, so that it counts as empty."""
+        return self.lists > 0 or self._refusals >= REFUSALS_BEFORE_EMPTY
+
     def age(self) -> float:
-        """Seconds since the last event, bookmark or list."""
+        """Seconds since the last event, bookmark, list or refusal: a server that refuses is not silent."""
         return self._clock() - self._last_life
 
     async def follow(self) -> None:
@@ -104,18 +119,29 @@ class Reflector(Generic[T]):
                 delay = 0.0
             except KubeError as error:
                 delay = self._pause_after(error)
-                self._log.info("watch interrupted", error=str(error), pause=round(delay, 1), relist=not self._version)
+                level = "debug" if self._refusals > 1 else "info"  # `ReadAccess` has logged the refusal
+                getattr(self._log, level)(
+                    "watch interrupted", error=str(error), pause=round(delay, 1), relist=not self._version
+                )
             except Exception:  # noqa: BLE001  an informer that dies leaves a process that looks healthy and is blind
                 self._version = ""
                 delay = self._backoff.next_delay()
                 self._log.exception("watch interrupted by a bug", pause=round(delay, 1))
-            await asyncio.sleep(delay)
+            await self._pause(delay)
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait before the next attempt; a `refresh` ends the wait."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wanted.wait()
+        self._wanted.clear()
 
     async def refresh(self) -> None:
-        """Return after a list that was begun after this call."""
+        """Return after a list that was begun after this call, also if the API server refused it."""
         self._asked += 1
         mine = self._asked
         self._version = ""
+        self._wanted.set()
         if self._patience is not None and not self._patience.expired():
             self._patience.reschedule(asyncio.get_running_loop().time())  # end the watch now
         async with self._answer:
@@ -124,9 +150,7 @@ class Reflector(Generic[T]):
     async def differences(self) -> dict[Key, T | None]:
         """The objects in which a fresh list differs from the cache: the cached object (or None) by key."""
         listed: dict[Key, tuple[str, str]] = {}
-        async with aclosing(
-            self._client.list_pages(self._path, limit=self._pace.page_size, **self._selectors)
-        ) as pages:
+        async with aclosing(self._pages()) as pages:
             async for page in pages:
                 for item in page.items or ():
                     meta = _metadata.decode(item).metadata
@@ -143,22 +167,33 @@ class Reflector(Generic[T]):
         answering = self._asked
         keys: set[Key] = set()
         version = ""
-        async with aclosing(
-            self._client.list_pages(self._path, limit=self._pace.page_size, **self._selectors)
-        ) as pages:
-            async for page in pages:
-                version = page.metadata.resource_version
-                keys.update(self._put(item) for item in page.items or ())
-                self._last_life = self._clock()
+        try:
+            async with aclosing(self._pages()) as pages:
+                async for page in pages:
+                    version = page.metadata.resource_version
+                    keys.update(self._put(item) for item in page.items or ())
+                    self._last_life = self._clock()
+        except REFUSALS as error:
+            self._last_life = self._clock()
+            self._refusals += 1
+            self._access.refuse(self._resource, self._namespace, error)
+            self._on_refused()
+            await self._answer_refreshes(answering)
+            raise
         self._cache.keep_only(keys, namespace=self._namespace)
         self.lists += 1
+        self._refusals = 0
+        self._access.allow(self._resource, self._namespace)
         self._on_listed()
         if answering == self._asked:
             self._version = version  # else: asked again meanwhile, and this list began too early for that
+        await self._answer_refreshes(answering)
+        return 0.0
+
+    async def _answer_refreshes(self, answering: int) -> None:
         async with self._answer:
             self._answered = answering
             self._answer.notify_all()
-        return 0.0
 
     async def _watch(self) -> float:
         """Watch until the server ends it. `TimeoutError` when it falls silent or `refresh` needs a list."""

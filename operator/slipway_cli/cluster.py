@@ -27,11 +27,14 @@ class ClusterError(Exception):
 class Cluster:
     """One namespace of one cluster."""
 
+    kubeconfig: str | None = None
+    """Path of the kubeconfig; None: KUBECONFIG, or ~/.kube/config."""
+
     def __init__(self, namespace: str = "", context: str = "") -> None:
         """An empty namespace is that of the kubeconfig's context."""
         try:
-            config.load_kube_config(context=context or None)  # type: ignore[no-untyped-call]
-            _, active = config.list_kube_config_contexts()  # type: ignore[no-untyped-call]
+            config.load_kube_config(config_file=self.kubeconfig, context=context or None)  # type: ignore[no-untyped-call]
+            _, active = config.list_kube_config_contexts(config_file=self.kubeconfig)  # type: ignore[no-untyped-call]
         except (ConfigException, OSError) as exc:
             raise ClusterError(f"no kubeconfig: {exc}") from exc
         inherited = (active or {}).get("context", {}).get("namespace")
@@ -106,8 +109,10 @@ class Cluster:
     def events(self, name: str = "") -> list[dict[str, Any]]:
         """The events about objects of our kinds and their pods, oldest first."""
         with _explained("events"):
-            found = self._events.list_namespaced_event(self.namespace)
-        ours = [self._plain(one) for one in found.items if one.reporting_controller == names.FIELD_MANAGER]
+            # As raw JSON: the client's model refuses the events of a kubelet, whose eventTime is null.
+            answer: Any = self._events.list_namespaced_event(self.namespace, _preload_content=False)
+        found: list[dict[str, Any]] = json.loads(answer.data)["items"]
+        ours = [one for one in found if one.get("reportingController") == names.FIELD_MANAGER]
         if name:
             ours = [one for one in ours if (one.get("regarding") or {}).get("name") == name]
         return sorted(ours, key=_moment)

@@ -30,8 +30,26 @@ from slipway_operator.core.scaling.limits import LIMIT_NAMES
 
 NOTHING_TO_DO: Final = 3  # exit code of a verb that would have no effect
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-out = Console(highlight=False)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+DISRUPTION_BUDGET: Final = 429  # the API server's answer to an eviction that a PodDisruptionBudget forbids
+PIPE_WIDTH: Final = 10_000  # a table in a pipe is read by grep: one row, one line
+out = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"kubectl-slipway {slipway_api.__version__} ({names.API_VERSION})")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    *,
+    kubeconfig: Annotated[str, typer.Option("--kubeconfig", help="Path of the kubeconfig; default: KUBECONFIG.")] = "",
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True)] = False,
+) -> None:
+    """Show, roll out, drain, plan and export the InferenceServices of a cluster."""
+    Cluster.kubeconfig = kubeconfig or None
 
 
 class Output(StrEnum):
@@ -145,7 +163,14 @@ def drain(
     cluster = Cluster(namespace, context)
     if pod not in [one["metadata"]["name"] for one in cluster.pods(name)]:
         _fail(f"{pod} is no replica of {name}")
-    cluster.evict(pod)
+    try:
+        cluster.evict(pod)
+    except ClusterError as exc:
+        if exc.status != DISRUPTION_BUDGET:
+            raise
+        patch = json.dumps({"spec": {"restartAt": _now()}})
+        advice = f"kubectl -n {cluster.namespace} patch infsvc {name} --type=merge -p '{patch}'"
+        raise ClusterError(f"{exc} Every replica is needed; to replace them one after another: {advice}") from exc
     out.print(f"{pod} is being evicted: it finishes its requests, and another replica takes its place")
 
 
@@ -286,6 +311,9 @@ def main() -> None:
     except (ClusterError, BadInputError) as exc:
         print(f"error: {exc}", file=sys.stderr)
         sys.exit(1)
+    except Exception as exc:  # noqa: BLE001  a person reads this, and a traceback helps nobody on call
+        print(f"error: {type(exc).__name__}: {' '.join(str(exc).split())[:500]}", file=sys.stderr)
+        sys.exit(1)
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
@@ -298,6 +326,10 @@ def _rolling(service: InferenceService) -> str:
         typer.echo(f"{service.metadata.name}: nothing rolls out", err=True)
         raise typer.Exit(NOTHING_TO_DO)
     return status.update_revision
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _annotate(cluster: Cluster, name: str, annotation: str, revision: str) -> None:

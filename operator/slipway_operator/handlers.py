@@ -1,10 +1,11 @@
 """The kopf handlers: startup, login, watch events of the custom resources, and cleanup. kopf runs nothing else.
 
-`memo.manager` is the `Manager`, `memo.connect` says how to reach the API server; `main` brings both. A handler is five
-lines at most and never raises: an event only puts an object into the store and its key into the queue. docs/adr/0001
-explains what kopf is used for.
+`memo.manager` is the `Manager`, `memo.connect` says how to reach the API server, and `memo.watches` is the number of
+watches that kopf keeps open; `serve` brings all three. A handler is five lines at most and never raises: an event only
+puts an object into the store and its key into the queue. docs/adr/0001 explains what kopf is used for.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from slipway_kube.auth import Connection
 from slipway_kube.backoff import Backoff
 from slipway_kube.resources import INFERENCE_SERVICES, LORA_ADAPTERS, WARM_POOLS
 
-KOPF_CONNECTIONS = 16  # without a bound, a thousand objects at start are a thousand TLS handshakes
+KOPF_CONNECTIONS = 16  # beside its watches; without a bound, a thousand objects at start are a thousand TLS handshakes
 FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 30.0
 
 
@@ -35,7 +36,7 @@ async def stop(memo: kopf.Memo, **_: Any) -> None:
 @kopf.on.login()
 async def login(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession:
     """Log in with the credentials that everything else uses, too."""
-    return new_session(memo.connect())
+    return new_session(memo.connect(), watches=memo.watches)
 
 
 @kopf.on.event(INFERENCE_SERVICES.group, INFERENCE_SERVICES.version, INFERENCE_SERVICES.plural)
@@ -71,8 +72,11 @@ def configure(settings: kopf.OperatorSettings) -> None:
     settings.watching.chunk_size = 500
 
 
-def new_session(connection: Connection) -> kopf.AiohttpSession:
-    """A new session for each login, since kopf closes the one it was given; the token is read anew per request."""
+def new_session(connection: Connection, *, watches: int) -> kopf.AiohttpSession:
+    """A new session for each login, since kopf closes the one it was given; the token is read anew per request.
+
+    Each of its `watches` keeps a connection to itself: one for each kind in each watched namespace.
+    """
 
     async def authenticate(
         request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
@@ -82,8 +86,17 @@ def new_session(connection: Connection) -> kopf.AiohttpSession:
         return await handler(request)
 
     session = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=KOPF_CONNECTIONS, ssl=connection.tls or True),
+        connector=aiohttp.TCPConnector(limit=KOPF_CONNECTIONS + watches, ssl=connection.tls or True),
         proxy=connection.proxy,
         middlewares=(authenticate,),
     )
     return kopf.AiohttpSession(server=connection.server, aiohttp_session=session)
+
+
+class RepeatedRefusals(logging.Filter):
+    """Drops kopf's line for each further try of a namespace that may not be read; `ReadAccess` reports it once."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is logged."""
+        text = record.getMessage()
+        return "APIForbiddenError" not in text or "attempt #1 " in text

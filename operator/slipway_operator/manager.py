@@ -29,6 +29,7 @@ from slipway_operator.adapter_client import AdapterClient
 from slipway_operator.clock import SYSTEM, Clock
 from slipway_operator.controller.children import Children
 from slipway_operator.controller.executor import Executor, StaleView
+from slipway_operator.controller.hidden import HiddenObjects
 from slipway_operator.controller.isolation import BackgroundCalls, FairSlots
 from slipway_operator.controller.kinds import Key, Kind
 from slipway_operator.controller.queue import QueueClosed, Urgency, WorkQueue
@@ -55,7 +56,6 @@ from slipway_operator.smoke_client import SmokeTests
 
 log = structlog.get_logger()
 
-LEASE_NAME = "slipway-operator"
 WORKERS = 8
 DRAIN_CALLS, DRAIN_CALLS_OF_A_SERVICE = 64, 8
 SMOKE_TESTS = 16  # services whose replicas are asked at once
@@ -139,7 +139,7 @@ class Manager:
         self.elector = Elector(
             lease_client,
             namespace=settings.namespace,
-            name=LEASE_NAME,
+            name=settings.lease_name,
             identity=settings.identity,
             incarnation=settings.pod_uid,
             may_lead=self._listed.is_set,
@@ -256,6 +256,7 @@ class Manager:
             now=clock.now,
             monotonic=clock.monotonic,
         )
+        self._hidden = HiddenObjects(client, self.caches.stores, executor)
         self._resync = Resync(self.caches.known, self._resync_key, self.caches.check, period_seconds=resync_seconds)
         self._freshness = Freshness(
             self.caches.silent_seconds,
@@ -281,10 +282,10 @@ class Manager:
     def ready(self) -> Verdict:
         """For /readyz: a standby with full caches is ready too."""
         if not self._listed.is_set():
-            return False, "the first lists are not complete"
+            refused = self.caches.access.describe()
+            return False, "the first lists are not complete" + (f": {refused}" if refused else "")
         sentence = "leading" if self.elector.is_leader() else "standing by"
-        missing = self.caches.missing.describe()
-        return True, f"{sentence}, {missing}" if missing else sentence
+        return True, ", ".join(filter(None, (sentence, self.caches.missing.describe(), self.caches.access.describe())))
 
     def heard(self, kind: str, type: str | None, body: Mapping[str, Any]) -> None:
         """Store a custom resource of an event of kopf's watch."""
@@ -375,7 +376,10 @@ class Manager:
                 return
             try:
                 with self._metrics.reconcile_seconds.time():
-                    outcome = await self._reconciler.reconcile(key)
+                    if self.caches.is_hidden(key):
+                        outcome = await self._hidden.reconcile(key)
+                    else:
+                        outcome = await self._reconciler.reconcile(key)
             except Exception as exc:  # noqa: BLE001  one object must never stop the others
                 self._failed(key, exc)
             else:

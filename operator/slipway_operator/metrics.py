@@ -3,10 +3,12 @@
 One object, created in main and passed to the parts that count; tests create their own, so nothing is global.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
 
 from slipway_operator.account_metrics import AccountMetrics
 
@@ -76,6 +78,27 @@ class OperatorMetrics:
         """Read a gauge's value when it is scraped, not when it changes."""
         gauge.set_function(read)
 
+    def add_refused_lists(self, refused: Callable[[], Mapping[tuple[str, str], str]]) -> None:
+        """Show the lists that the API server refuses, by (resource, namespace)."""
+        self.registry.register(_RefusedLists(refused))
+
     def exposition(self) -> bytes:
         """The answer to GET /metrics."""
         return generate_latest(self.registry)
+
+
+class _RefusedLists(Collector):
+    """One series for each refused list; none while everything can be read."""
+
+    def __init__(self, refused: Callable[[], Mapping[tuple[str, str], str]]) -> None:
+        self._refused = refused
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(
+            "slipway_operator_list_refused",
+            "1 while the API server refuses to list a resource in a namespace.",
+            labels=["resource", "namespace"],
+        )
+        for labels in sorted(self._refused()):
+            family.add_metric(labels, 1)
+        yield family

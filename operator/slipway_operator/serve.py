@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 
 import kopf
 import structlog
+from kopf._cogs.clients import watching as kopf_watching
 from kopf._core.engines.peering import Identity
 from pydantic import ValidationError
 
@@ -35,6 +36,7 @@ Runs InferenceServices as pods. Needs credentials for a Kubernetes API server: t
 
 environment:
   SLIPWAY_NAMESPACE         namespace of the release and of its Lease (slipway-system)
+  SLIPWAY_LEASE_NAME        name of that Lease; each installation has its own (slipway-operator)
   POD_NAME                  name of this replica in the Lease (slipway-operator)
   POD_UID                   uid of this replica's pod: a restarted container takes its own Lease back at once
   SLIPWAY_RUNTIME_IMAGE     image of runtimes whose service names none
@@ -81,7 +83,11 @@ async def serve(settings: OperatorSettings, *, stop: asyncio.Event | None = None
         )
         log.info("operator started", version=__version__, identity=settings.identity, admin_port=admin_port)
         await kopf.operator(
-            memo=kopf.Memo(manager=manager, connect=auth.load),
+            memo=kopf.Memo(
+                manager=manager,
+                connect=auth.load,
+                watches=len(manager.kinds) * max(1, len(settings.watch_namespaces)),
+            ),
             standalone=True,
             # kopf would ask for the name of the user, and on OpenShift a user has none.
             identity=Identity(settings.identity),
@@ -113,6 +119,7 @@ def run() -> None:
         logs.configure("operator", settings.log_level)
         # kopf logs at INFO that a handler succeeded, for each event of each object; its warnings are kept.
         logging.getLogger("kopf.objects").setLevel(logging.WARNING)
+        logging.getLogger(kopf_watching.__name__).addFilter(handlers.RepeatedRefusals())
         asyncio.run(serve(settings))
     except (NoCredentials, MissingKey) as exc:
         sys.exit(f"slipway-operator: {exc}")

@@ -20,6 +20,8 @@ class OperatorSettings(BaseSettings):
 
     namespace: str = Field("slipway-system", validation_alias="SLIPWAY_NAMESPACE")
     """The release namespace, with the Lease and the gateway."""
+    lease_name: str = Field("slipway-operator", validation_alias="SLIPWAY_LEASE_NAME")
+    """The Lease of this installation's leader; a second installation in the same namespace needs its own."""
     identity: str = Field("slipway-operator", validation_alias="POD_NAME")
     """This replica's name in the Lease: the pod's own name."""
     pod_uid: str = Field("", validation_alias="POD_UID")

@@ -150,7 +150,19 @@ def test_with_watched_namespaces_the_rights_end_there(apiserver):
     assert sorted(granted) == [
         (f"slipway-{part}", namespace) for part in ("gateway", "operator") for namespace in ("team-a", "team-b")
     ]
-    assert set(of_kind(manifests, "ClusterRole")) == {"slipway-operator-nodes", "slipway-view", "slipway-edit"}
+    assert set(of_kind(manifests, "ClusterRole")) == {
+        "slipway-operator-nodes",
+        "slipway-operator-finalizers",
+        "slipway-view",
+        "slipway-edit",
+    }
+    # review/operator-users.md 2: the Role may be deleted before the services of its namespace.
+    kinds, namespaces = of_kind(manifests, "ClusterRole")["slipway-operator-finalizers"]["rules"]
+    assert (kinds["resources"], kinds["verbs"]) == (
+        ["inferenceservices", "loraadapters"],
+        ["get", "list", "watch", "patch"],
+    )
+    assert (namespaces["resourceNames"], namespaces["verbs"]) == (["team-a", "team-b"], ["get"])
     environment = of_kind(manifests, "Deployment")["slipway-operator"]["spec"]["template"]["spec"]["containers"][0][
         "env"
     ]
@@ -449,3 +461,24 @@ def test_a_service_account_on_the_charts_list_may_be_named(installed):
         except CommandError as refusal:
             answer = str(refusal)
     assert "created (server dry run)" in answer
+
+
+@pytest.mark.capability("OP-17")
+def test_two_installations_in_one_namespace_share_no_lease_and_no_gateways(apiserver):
+    """review/operator-users.md 8."""
+
+    def settings_of(name: str) -> tuple[str, str, list[str]]:
+        manifests = render(apiserver, f"name={name}")
+        container = of_kind(manifests, "Deployment")[f"{name}-operator"]["spec"]["template"]["spec"]["containers"][0]
+        env = {one["name"]: one.get("value", "") for one in container["env"]}
+        rules = of_kind(manifests, "Role")[f"{name}-operator-lease"]["rules"]
+        labels = of_kind(manifests, "Deployment")[f"{name}-gateway"]["spec"]["template"]["metadata"]["labels"]
+        selector = dict(part.split("=") for part in env["SLIPWAY_GATEWAY_SELECTOR"].split(","))
+        assert selector.items() <= labels.items(), "it selects its own gateways"
+        return env["SLIPWAY_LEASE_NAME"], env["SLIPWAY_GATEWAY_SELECTOR"], rules[1]["resourceNames"]
+
+    lease, selector, allowed = settings_of("slipway")
+    assert (lease, allowed) == ("slipway-operator", ["slipway-operator"]), "as in every earlier release"
+    other_lease, other_selector, other_allowed = settings_of("slipway2")
+    assert other_allowed == [other_lease] != [lease]
+    assert other_selector != selector

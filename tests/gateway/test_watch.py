@@ -543,3 +543,23 @@ def test_the_mirrors_have_the_fields_and_defaults_of_the_kinds(mirror):
             assert expected in ("", 0, (), None, PydanticUndefined), "absent in both"
         else:
             assert field.default == expected
+
+
+@pytest.mark.capability("OP-17")
+async def test_a_namespace_that_may_not_be_read_does_not_stop_the_others():
+    """review/operator-users.md 1: after a restart the gateway still serves the namespaces that it can read."""
+    server, fleet = FakeApiServer(), Fleet()
+    server.put(INFERENCE_SERVICES, a_service_object("chat"))
+    server.put(PODS, a_pod_object("chat-r1-0-0"))
+    server.fail(path="/namespaces/gone/", status=403, times=10**9)
+    watch = Watch(server.client(), fleet, namespaces=(NAMESPACE, "gone"))
+    task = asyncio.create_task(watch.run())
+    try:
+        await until(lambda: fleet.view().synced)
+        assert fleet.table.endpoint(f"{NAMESPACE}/chat-r1-0-0") is not None
+        assert {namespace for _resource, namespace in fleet.view().refused} == {"gone"}
+        assert fleet.view().age_seconds < 60
+        assert "in namespace gone" in fleet.view().refusal
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -121,8 +121,14 @@ class InformerMachine(RuleBasedStateMachine):
         except TimeoutError:
             assert self.server.down
         else:
-            if not self.server.open_watches or not self.server.down:
+            is_refused = ("pods", "") in self.all.access.refused  # then the last cached objects stay
+            if not is_refused and (not self.server.open_watches or not self.server.down):
                 assert cached_versions(self.all).keys() == versions(self.server).keys()
+
+    @rule(namespace=st.sampled_from(("a", "b")))
+    def remove_a_role(self, namespace: str) -> None:
+        """Until it settles, no list or watch of this namespace is answered otherwise."""
+        self.server.fail(path=f"/namespaces/{namespace}/pods", status=403, times=10**9)
 
     @rule()
     def settle(self) -> None:
@@ -136,6 +142,8 @@ class InformerMachine(RuleBasedStateMachine):
         )
         assert self.all.age() < 120
         assert self.runner.run(self.all.drift()) == 0
+        assert not self.all.access.refused
+        assert not self.some.access.refused
 
     @invariant()
     def listeners_know_what_the_cache_knows(self) -> None:

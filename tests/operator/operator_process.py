@@ -40,7 +40,13 @@ class OperatorProcess:
     """One operator process."""
 
     def __init__(
-        self, cluster: "SimulatedCluster", identity: str, *, pod_uid: str = "", dies_after_writes: int | None = None
+        self,
+        cluster: "SimulatedCluster",
+        identity: str,
+        *,
+        pod_uid: str = "",
+        dies_after_writes: int | None = None,
+        watch_namespaces: tuple[str, ...] = (),
     ) -> None:
         self._cluster = cluster
         self._left = dies_after_writes
@@ -59,6 +65,7 @@ class OperatorProcess:
                 master_directory=cluster.master_directory,
                 gateway_key_directory=cluster.gateway_key_directory,
                 gateway_url="http://gateway",
+                watch_namespaces=watch_namespaces,
             ),
             client,
             lease_client,
@@ -73,7 +80,11 @@ class OperatorProcess:
         self.manager._gateways.count = lambda: cluster.gateways
         self._tasks = [
             asyncio.create_task(self._live()),
-            *(asyncio.create_task(self._watch(client, kind)) for kind in self.manager.kinds.values()),
+            *(
+                asyncio.create_task(self._watch(client, kind, namespace))
+                for kind in self.manager.kinds.values()
+                for namespace in watch_namespaces or ("",)
+            ),
         ]
 
     @property
@@ -130,9 +141,9 @@ class OperatorProcess:
         finally:
             await self.manager.stop()
 
-    async def _watch(self, client: SeverableClient, kind: Kind) -> None:
+    async def _watch(self, client: SeverableClient, kind: Kind, namespace: str) -> None:
         """As kopf does: list, watch, list again after a gap, and never say what vanished in it."""
-        path = kind.resource.path()
+        path = kind.resource.path(namespace)
         while True:
             with contextlib.suppress(KubeError):
                 version = ""

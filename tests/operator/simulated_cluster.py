@@ -324,10 +324,17 @@ class SimulatedCluster:
     # --- operators ----------------------------------------------------------------------------------------------------
 
     def start_operator(
-        self, identity: str = "", *, pod_uid: str = "", dies_after_writes: int | None = None
+        self,
+        identity: str = "",
+        *,
+        pod_uid: str = "",
+        dies_after_writes: int | None = None,
+        watch_namespaces: tuple[str, ...] = (),
     ) -> OperatorProcess:
         identity = identity or f"operator-{len(self.processes)}"
-        process = OperatorProcess(self, identity, pod_uid=pod_uid, dies_after_writes=dies_after_writes)
+        process = OperatorProcess(
+            self, identity, pod_uid=pod_uid, dies_after_writes=dies_after_writes, watch_namespaces=watch_namespaces
+        )
         self.processes.append(process)
         return process
 

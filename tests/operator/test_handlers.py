@@ -52,7 +52,7 @@ async def kopf_running(server: DiscoverableApiServer, **options) -> AsyncIterato
     manager, stop = ManagerDouble(), asyncio.Event()
     task = asyncio.create_task(
         kopf.operator(
-            memo=kopf.Memo(manager=manager, connect=lambda: server.connection),
+            memo=kopf.Memo(manager=manager, connect=lambda: server.connection, watches=3),
             standalone=True,
             stop_flag=stop,
             **(options or {"clusterwide": True}),

@@ -32,6 +32,7 @@ def test_an_empty_variable_means_the_default(monkeypatch):
 def test_every_variable_reaches_its_setting(monkeypatch):
     environment = {
         "SLIPWAY_NAMESPACE": "ops",
+        "SLIPWAY_LEASE_NAME": "slipway2-operator",
         "POD_NAME": "slipway-operator-7f-x",
         "POD_UID": "0000-1111",
         "SLIPWAY_RUNTIME_IMAGE": "registry/runtime:1",
@@ -60,6 +61,7 @@ def test_every_variable_reaches_its_setting(monkeypatch):
 
     assert OperatorSettings() == OperatorSettings(
         namespace="ops",
+        lease_name="slipway2-operator",
         identity="slipway-operator-7f-x",
         pod_uid="0000-1111",
         runtime_image="registry/runtime:1",

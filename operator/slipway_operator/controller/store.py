@@ -37,6 +37,10 @@ class ObjectStore:
         """The keys of all stored objects."""
         return list(self._objects)
 
+    def bodies(self, namespace: str) -> list[Mapping[str, Any]]:
+        """The stored objects of one namespace, or of all ("")."""
+        return [stored.body for key, stored in self._objects.items() if namespace in ("", key.namespace)]
+
     def get(self, key: Key) -> StoredObject | None:
         """The newest version of one object."""
         return self._objects.get(key)

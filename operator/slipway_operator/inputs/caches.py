@@ -6,7 +6,8 @@ at the start, at a takeover, now and then, and soon after a watch has lost conti
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -18,13 +19,23 @@ import structlog
 from slipway_api import names
 from slipway_api.model_names import ModelNames, ObjectKind
 from slipway_api.types import ServiceKey
+from slipway_kube.access import ReadAccess
 from slipway_kube.backoff import Backoff
 from slipway_kube.client import Client
-from slipway_kube.errors import KubeError, NotFound
+from slipway_kube.errors import Forbidden, KubeError, NotFound
 from slipway_kube.informer import Change, Informer
 from slipway_kube.objects import Key as ObjectKey
 from slipway_kube.objects import Node, Object, Pod
-from slipway_kube.resources import CONTROLLER_REVISIONS, NAMESPACES, NODES, PODS, Resource
+from slipway_kube.resources import (
+    CONTROLLER_REVISIONS,
+    INFERENCE_SERVICES,
+    LORA_ADAPTERS,
+    NAMESPACES,
+    NODES,
+    PODS,
+    WARM_POOLS,
+    Resource,
+)
 from slipway_operator.adapter_calls import AdapterCalls
 from slipway_operator.controller.kinds import Key, StoredObject
 from slipway_operator.controller.queue import Urgency
@@ -53,6 +64,13 @@ log = structlog.get_logger()
 
 CATCH_UP_SECONDS = 5.0
 CHECK_DELAY_SECONDS = 2.0  # a relist reports many objects: one check follows them all
+
+NEEDS: Mapping[str, tuple[Resource, ...]] = {
+    INFERENCE_SERVICES.kind: (INFERENCE_SERVICES, PODS, CONTROLLER_REVISIONS),
+    LORA_ADAPTERS.kind: (LORA_ADAPTERS, INFERENCE_SERVICES, PODS),
+    WARM_POOLS.kind: (WARM_POOLS, PODS),
+}
+"""What a pass of each kind reads. A pass that cannot see its pods would create them again."""
 
 Wake = Callable[[Key, Urgency], None]
 OnPodChange = Callable[[Change, Pod | None, Pod | None, set[ServiceKey]], None]
@@ -88,11 +106,19 @@ class Caches:
         self._target_listeners: list[OnTargetChange] = []
         self._check_wanted = asyncio.Event()
         self._is_filled = False
+        self._retry_wanted = asyncio.Event()
         self.missing = MissingKinds()
+        self.access = ReadAccess(self._access_changed)
         self.stores = {kind: ObjectStore(kind, partial(self._changed, kind)) for kind in self._resources}
         self.pods = PodIndex()
         self.pod_informer = Informer(
-            client, PODS, Pod, namespaces=namespaces, label_selector=names.MANAGED_SELECTOR, clock=monotonic
+            client,
+            PODS,
+            Pod,
+            namespaces=namespaces,
+            label_selector=names.MANAGED_SELECTOR,
+            clock=monotonic,
+            access=self.access,
         )
         self.pod_informer.on_change(self._saw_pod)
         self.pod_informer.on_relist(self._check_wanted.set)
@@ -104,10 +130,11 @@ class Caches:
             namespaces=namespaces,
             label_selector=names.MANAGED_SELECTOR,
             clock=monotonic,
+            access=self.access,
         )
         self.revision_informer.on_change(self._saw_revision)
         self.node_counts = NodeCounts()
-        self.node_informer = Informer(client, NODES, Node, clock=monotonic)
+        self.node_informer = Informer(client, NODES, Node, clock=monotonic, access=self.access)
         self.node_informer.on_change(self._saw_node)
         self._namespace_listeners: list[Callable[[str], None]] = []
         # With a list of namespaces these may not be listed, and no other one is served.
@@ -123,6 +150,19 @@ class Caches:
     def known(self) -> set[Key]:
         """The keys of all custom resources."""
         return set().union(*(store.keys() for store in self.stores.values()))
+
+    def is_hidden(self, key: Key) -> bool:
+        """Whether something that a pass of this object reads may not be listed in its namespace now."""
+        refused = self.access.refused_in(key.namespace)
+        if not refused:
+            return False
+        if LORA_ADAPTERS.plural in refused and self._has_adapters(key):
+            return True  # its list of adapters would be written without them
+        return any(resource.plural in refused for resource in NEEDS.get(key.kind, ()))
+
+    def _has_adapters(self, key: Key) -> bool:
+        stored = self.stores[key.kind].get(key) if key.kind == INFERENCE_SERVICES.kind else None
+        return stored is not None and bool(stored.body.get("spec", {}).get("runtime", {}).get("lora"))
 
     def silent_seconds(self) -> float:
         """For how many seconds the watch of the pods has sent nothing, not even a bookmark."""
@@ -211,6 +251,7 @@ class Caches:
             if self.namespace_informer is not None:
                 group.create_task(self.namespace_informer.run())
             group.create_task(self._check_when_wanted())
+            group.create_task(self._retry_refused())
 
     async def fill(self) -> None:
         """Return once custom resources and pods are listed; retries in an outage and until a CRD of ours is there."""
@@ -233,19 +274,25 @@ class Caches:
         await asyncio.gather(self.fill(), self.pod_informer.refresh(), self.revision_informer.refresh())
 
     async def check(self) -> None:
-        """Compare all caches with lists, and correct what the watches missed."""
-        await self._check_kinds()
-        self._count_drift("pods", await self.pod_informer.drift())
-        self._count_drift("controllerrevisions", await self.revision_informer.drift())
+        """Compare all caches with lists, and correct what the watches missed; raises at the end if a list failed."""
+        await _each(self._check_kinds, self._check_pods, self._check_revisions)
 
     async def _check_kinds(self) -> None:
-        for kind, store in self.stores.items():
-            if kind in self.missing:
-                continue
-            bodies, version = await self._read(kind)
-            if store.drifted(bodies, version):
-                await asyncio.sleep(CATCH_UP_SECONDS)  # the watch may only be a moment behind
-            self._count_drift(kind, len(store.correct(bodies, version)))
+        await _each(*(partial(self._check_kind, kind) for kind in self.stores if kind not in self.missing))
+
+    async def _check_kind(self, kind: str) -> None:
+        store, listed = self.stores[kind], await self._read(kind)
+        if listed is None:
+            return
+        if store.drifted(*listed):
+            await asyncio.sleep(CATCH_UP_SECONDS)  # the watch may only be a moment behind
+        self._count_drift(kind, len(store.correct(*listed)))
+
+    async def _check_pods(self) -> None:
+        self._count_drift("pods", await self.pod_informer.drift())
+
+    async def _check_revisions(self) -> None:
+        self._count_drift("controllerrevisions", await self.revision_informer.drift())
 
     def _count_drift(self, what: str, objects: int) -> None:
         if objects:
@@ -268,6 +315,7 @@ class Caches:
 
     async def _correct(self) -> None:
         missing: list[str] = []
+        is_listed = False
         for kind, store in self.stores.items():
             try:
                 listed = await self._read(kind)
@@ -276,25 +324,71 @@ class Caches:
                 if len(store) or len(missing) == len(self.stores):
                     raise
             else:
-                store.correct(*listed)
+                if listed is not None:
+                    store.correct(*listed)
+                    is_listed = True
+        if not is_listed:
+            raise Forbidden(403, self.access.describe())  # our rights are the cause, and not the namespaces
         self.missing.note(missing)
 
     async def until_installed(self) -> str:
         """Return the name of a kind that was missing, once its CRD is installed."""
         return await self.missing.wait_until_installed(self._read)
 
-    async def _read(self, kind: str) -> tuple[list[dict[str, Any]], int]:
-        """Every object of a kind, and a version that none of the lists is older than."""
+    async def _read(self, kind: str) -> tuple[list[Mapping[str, Any]], int] | None:
+        """Every object of a kind, and a version that none of the lists is older than; None: all lists were refused.
+
+        Of a namespace whose list is refused it has the objects as last seen.
+        """
+        bodies: list[Mapping[str, Any]] = []
+        versions: list[int] = []
+        for namespace in self._namespaces or ("",):
+            try:
+                versions.append(await self._read_namespace(kind, namespace, bodies))
+            except Forbidden as refusal:
+                self.access.refuse(self._resources[kind].plural, namespace, refusal)
+                self._retry_wanted.set()
+                bodies += self.stores[kind].bodies(namespace)
+        return (bodies, min(versions)) if versions else None
+
+    async def _read_namespace(self, kind: str, namespace: str, into: list[Mapping[str, Any]]) -> int:
+        """Append the objects of one namespace ("" for all); returns the oldest version of its pages."""
         resource = self._resources[kind]
         header = {"apiVersion": resource.api_version, "kind": resource.kind}
-        bodies: list[dict[str, Any]] = []
-        versions = []
-        for namespace in self._namespaces or ("",):
-            async for page in self._client.list_pages(resource.path(namespace)):
-                versions.append(int(page.metadata.resource_version))
-                # Items of a list may lack apiVersion and kind; a reference to an object needs both.
-                bodies.extend({**header, **msgspec.json.decode(item)} for item in page.items or ())
-        return bodies, min(versions)
+        versions: list[int] = []
+        bodies: list[Mapping[str, Any]] = []
+        async for page in self._client.list_pages(resource.path(namespace)):
+            versions.append(int(page.metadata.resource_version))
+            # Items of a list may lack apiVersion and kind; a reference to an object needs both.
+            bodies.extend({**header, **msgspec.json.decode(item)} for item in page.items or ())
+        into.extend(bodies)
+        self.access.allow(resource.plural, namespace)
+        return min(versions)
+
+    async def _retry_refused(self) -> None:
+        """List refused kinds until they can be read again: no watch reports that a Role is there."""
+        backoff = Backoff(first=1.0, cap=30.0, least=0.5)
+        while True:
+            await self._retry_wanted.wait()
+            await asyncio.sleep(backoff.next_delay())
+            refused = [
+                (kind, namespace)
+                for kind, resource in self._resources.items()
+                for namespace in self._namespaces or ("",)
+                if (resource.plural, namespace) in self.access.refused
+            ]
+            if not refused:
+                self._retry_wanted.clear()
+                backoff.reset()
+            for kind, namespace in refused:
+                with suppress(KubeError):
+                    await self._read_namespace(kind, namespace, [])
+                    self._check_wanted.set()
+
+    def _access_changed(self, namespace: str) -> None:
+        for key in self.known():
+            if namespace in ("", key.namespace):
+                self._wake(key, Urgency.NORMAL)
 
     def publish(self, metrics: OperatorMetrics) -> None:
         """Register gauges of sizes and ages with the metrics."""
@@ -307,6 +401,7 @@ class Caches:
         ):
             metrics.watch(metrics.watch_age.labels(name), informer.age)
             metrics.watch(metrics.relists.labels(name), partial(getattr, informer, "relists"))
+        metrics.add_refused_lists(lambda: self.access.refused)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,6 +439,18 @@ class Inputs:
         for kind, key in objects:
             namespace, _, name = key.partition("/")
             self.wake(Key(kind.value, namespace, name), Urgency.NORMAL)
+
+
+async def _each(*steps: Callable[[], Awaitable[None]]) -> None:
+    """Run every step, whatever becomes of the others, and then raise the first error."""
+    errors: list[KubeError] = []
+    for step in steps:
+        try:
+            await step()
+        except KubeError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def target_of(pod: Pod) -> ReplicaTarget | None:

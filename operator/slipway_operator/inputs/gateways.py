@@ -146,8 +146,9 @@ class Gateways:
             return
         for task in tasks:
             task.cancel()
-        polls = (self._poll_demand, self._poll_outcomes)
-        self._polls[name] = address, tuple(asyncio.create_task(_repeat(poll, address)) for poll in polls)
+        polls = {"demand": self._poll_demand, "outcomes": self._poll_outcomes}
+        tasks = tuple(asyncio.create_task(_repeat(what, poll, address)) for what, poll in polls.items())
+        self._polls[name] = address, tasks
 
     async def _poll_demand(self, address: Address) -> float:
         """Ask for the demand; returns the pause before the next time."""
@@ -180,7 +181,7 @@ class Gateways:
         return answer.model_validate_json(raw)
 
 
-async def _repeat(poll: Callable[[Address], Awaitable[float]], address: Address) -> None:
+async def _repeat(what: str, poll: Callable[[Address], Awaitable[float]], address: Address) -> None:
     """Call `poll` for ever, with the pauses that it asks for, or a backoff while it fails."""
     backoff = Backoff(first=0.5, cap=5.0, least=0.5)
     while True:
@@ -189,7 +190,8 @@ async def _repeat(poll: Callable[[Address], Awaitable[float]], address: Address)
             backoff.reset()
         except Exception as exc:  # noqa: BLE001  one broken gateway must never end the polling of the others
             if backoff.failures in (0, 10):
-                log.info("a gateway does not answer", gateway=address.pod, error=str(exc) or type(exc).__name__)
+                error = str(exc) or type(exc).__name__
+                log.info("a gateway does not answer", gateway=address.pod, poll=what, error=error)
             pause = backoff.next_delay()
         await asyncio.sleep(pause)
 

@@ -61,6 +61,7 @@ from slipway_operator.core.warm_pool.claim import Claims, describe_wait, load_cl
 from slipway_operator.core.warm_pool.give_back import DELETION, Returns
 
 LOOK_AT_SIGNALS: Final = timedelta(seconds=15)  # an idle replica causes no event: look whether it still answers
+ORPHAN_FINALIZER: Final = "orphan"  # set by the API server; the garbage collector removes it with the owner references
 NEXT_VICTIM_AFTER: Final = timedelta(seconds=1)
 
 
@@ -382,6 +383,9 @@ def _drain_all(observed: Observed, members: tuple[Member, ...], now: datetime) -
     service = observed.service
     if names.FINALIZER not in service.metadata.finalizers:
         return Plan(status=None)  # our finalizer is removed; the garbage collector deletes the children
+    if ORPHAN_FINALIZER in service.metadata.finalizers:
+        reason = "kubectl delete --cascade=orphan leaves the replicas as they are"
+        return Plan(actions=(RemoveFinalizer(finalizer=names.FINALIZER, reason=reason),), status=None)
     holding = [one for one in members if one.stage is not Stage.STUCK]
     if not holding:
         release = RemoveFinalizer(finalizer=names.FINALIZER, reason="no replica is left to drain")

@@ -180,10 +180,21 @@ def create_revision(
             "ownerReferences": [owner_reference(service)],
         },
         "revision": max((one.number for one in stored), default=0) + 1,
-        "data": {"image": revision.image, "spec": spec},
+        "data": _sorted({"image": revision.image, "spec": spec}),
     }
     reason = f"pods of revision {revision.hash} can be built again from what it holds"
     return (CreateRevision(name=name, manifest=manifest, reason=reason),)
+
+
+def _sorted(value: Any) -> Any:
+    """The same JSON with sorted keys.
+
+    The API server writes `data` of a ControllerRevision with sorted keys after a strategic merge patch, and refuses the
+    patch if the bytes differ: then the garbage collector could not orphan it.
+    """
+    if isinstance(value, dict):
+        return {key: _sorted(value[key]) for key in sorted(value)}
+    return [_sorted(item) for item in value] if isinstance(value, list) else value
 
 
 def delete_revisions(
