@@ -35,7 +35,6 @@ from slipway_operator.controller.kinds import Key, Kind
 from slipway_operator.controller.queue import QueueClosed, Urgency, WorkQueue
 from slipway_operator.controller.reconciler import Reconciler, Refused
 from slipway_operator.controller.resync import Resync
-from slipway_operator.core.observed import Defaults, Network, NodeCache, PodUser
 from slipway_operator.hub_reader import HubReader
 from slipway_operator.inputs.caches import Caches, Inputs, ReplicaTarget
 from slipway_operator.inputs.demand import Changed
@@ -51,7 +50,7 @@ from slipway_operator.masters import GatewayKeys, Masters
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.probes import Verdict
 from slipway_operator.replica_client import Address, Dial, ReplicaClient
-from slipway_operator.settings import OperatorSettings
+from slipway_operator.settings import OperatorSettings, installation_defaults
 from slipway_operator.smoke_client import SmokeTests
 
 log = structlog.get_logger()
@@ -190,16 +189,7 @@ class Manager:
             wake=self._queue.add,
             sample_of=self._scraper.sample,
             refuses_token=self._scraper.refuses_token,
-            defaults=Defaults(
-                runtime_image=settings.runtime_image,
-                gateway_url=settings.gateway_url,
-                has_tenants=settings.tenants,
-                cluster_domain=settings.cluster_domain,
-                network=_network(settings),
-                node_cache=_node_cache(settings),
-                pod_user=_pod_user(settings),
-                direct_access=settings.direct_access,
-            ),
+            defaults=installation_defaults(settings),
             token_digests=masters.digests,
             serving_digests=gateway_keys.digests,
             random_bytes=secrets.token_bytes,
@@ -472,32 +462,6 @@ class Manager:
 def _key_of(owner: ServiceKey | PoolKey) -> Key:
     """The object that a replica, or a pod that waits, belongs to."""
     return Key(WARM_POOLS.kind if isinstance(owner, PoolKey) else INFERENCE_SERVICES.kind, *owner)
-
-
-def _pod_user(settings: OperatorSettings) -> PodUser | None:
-    """User and group of the replicas' pods; None: the platform assigns them."""
-    if settings.pod_user == "platform":
-        return None
-    user, _, group = settings.pod_user.partition(":")
-    return PodUser(int(user), int(group))
-
-
-def _network(settings: OperatorSettings) -> Network | None:
-    """The pods that a NetworkPolicy admits to the replicas; None: no policy is created."""
-    if not settings.network_policy:
-        return None
-    return Network(
-        release_namespace=settings.namespace,
-        client_namespaces=settings.client_namespaces,
-        metrics_namespaces=settings.metrics_namespaces,
-    )
-
-
-def _node_cache(settings: OperatorSettings) -> NodeCache | None:
-    """The folder of the nodes in which models are kept; None: there is none."""
-    if not settings.model_cache_path:
-        return None
-    return NodeCache(path=settings.model_cache_path, limit=settings.model_cache_limit)
 
 
 async def _end(*tasks: asyncio.Task[Any]) -> None:

@@ -8,6 +8,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from slipway_api.inference_service import DirectAccess
 from slipway_api.types import BYTES_PATTERN
+from slipway_operator.core.observed import Defaults, Network, NodeCache, PodUser
 
 ReplicaAccess = Literal["direct", "proxy"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
@@ -96,3 +97,43 @@ def explain(error: ValidationError) -> str:
         f"{'.'.join(map(str, one['loc']))} is {one['input']!r}: {one['msg'][:1].lower()}{one['msg'][1:]}"
         for one in error.errors(include_url=False)
     )
+
+
+def installation_defaults(settings: OperatorSettings) -> Defaults:
+    """The values of this installation that decisions about services start from."""
+    return Defaults(
+        runtime_image=settings.runtime_image,
+        gateway_url=settings.gateway_url,
+        has_tenants=settings.tenants,
+        cluster_domain=settings.cluster_domain,
+        network=_network(settings),
+        node_cache=_node_cache(settings),
+        pod_user=_pod_user(settings),
+        direct_access=settings.direct_access,
+    )
+
+
+def _pod_user(settings: OperatorSettings) -> PodUser | None:
+    """User and group of the replicas' pods; None: the platform assigns them."""
+    if settings.pod_user == "platform":
+        return None
+    user, _, group = settings.pod_user.partition(":")
+    return PodUser(int(user), int(group))
+
+
+def _network(settings: OperatorSettings) -> Network | None:
+    """The pods that a NetworkPolicy admits to the replicas; None: no policy is created."""
+    if not settings.network_policy:
+        return None
+    return Network(
+        release_namespace=settings.namespace,
+        client_namespaces=settings.client_namespaces,
+        metrics_namespaces=settings.metrics_namespaces,
+    )
+
+
+def _node_cache(settings: OperatorSettings) -> NodeCache | None:
+    """The folder of the nodes in which models are kept; None: there is none."""
+    if not settings.model_cache_path:
+        return None
+    return NodeCache(path=settings.model_cache_path, limit=settings.model_cache_limit)

@@ -10,7 +10,6 @@ import pytest
 from slipway_api.runtime_api import BlockCounts, QueueCounts, Signals, State
 from slipway_operator.core.observed import Capacity, Sample
 from slipway_operator.inputs.scraper import Scraper, Target, matters
-from slipway_operator.replica_client import ReplicaRefused
 from tests.operator.virtual_time import run_in_virtual_time
 
 HANGS_SECONDS = 2.0  # the timeout of a call
@@ -486,32 +485,3 @@ def test_a_replica_whose_port_is_silent_is_known_by_another_source():
 
     assert fleet.scraper.sample("a").running == 9
     assert fleet.news["chat"] == 1
-
-
-@pytest.mark.capability("OP-18")
-def test_a_replica_that_refuses_the_token_is_remembered_until_it_answers():
-    """review/operator-users.md 14: a wrong key was told as silence."""
-    fleet = Fleet()
-    fleet.load["a"] = 0
-    refused: list[bool] = []
-
-    async def refuse(uid: str) -> Signals:
-        raise ReplicaRefused(401, f"{uid}: the token is wrong")
-
-    async def story() -> None:
-        answer, fleet.scraper._ask = fleet.scraper._ask, refuse
-        await asyncio.sleep(20)
-        refused.append(fleet.scraper.refuses_token("a"))
-        fleet.scraper._ask = answer
-        await asyncio.sleep(20)
-        refused.append(fleet.scraper.refuses_token("a"))
-
-    async def both() -> None:
-        task = asyncio.create_task(fleet.run())
-        await story()
-        task.cancel()
-
-    run_in_virtual_time(both())
-
-    assert refused == [True, False]
-    assert fleet.news["chat"] >= 2, "one pass because it refuses, one because it answers"
