@@ -30,6 +30,7 @@ STALLED_MEANINGS: Final = {
     Reason.CREDENTIALS_INVALID: "The credentials' Secret or its key is missing, or the source refuses them.",
     Reason.PROGRESS_DEADLINE_EXCEEDED: "A rollout or first start made no progress for progressDeadlineSeconds.",
     Reason.QUOTA_EXCEEDED: "A ResourceQuota forbids the pods.",
+    Reason.REVISION_MISSING: "The stored stable revision is missing or cannot be read: its rollout is held.",
     Reason.REFUSED: "RBAC, an admission policy or a webhook forbids a write; an administrator of the cluster can help.",
     Reason.HUB_UNREACHABLE: "The source of the model does not answer; the message has the host and the cause.",
     Reason.NO_SUITABLE_NODE: "No node has so many GPUs, or of this product, used or free; the message names both.",
@@ -41,6 +42,7 @@ STALLED_MEANINGS: Final = {
 _STALLED_EVENTS: Final = (
     *(Reason.DOES_NOT_FIT, Reason.CACHE_NOT_PERMITTED, Reason.IMAGE_PULL_FAILED, Reason.MODEL_NOT_FOUND),
     *(Reason.CREDENTIALS_INVALID, Reason.QUOTA_EXCEEDED, Reason.REFUSED, Reason.CRASH_LOOPING),
+    Reason.REVISION_MISSING,
     *(Reason.NO_SUITABLE_NODE, Reason.HUB_UNREACHABLE),
 )
 

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from slipway_api import names
-from slipway_api.conditions import EventReason
+from slipway_api.conditions import EventReason, Reason
 from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import CanaryStatus, InferenceServiceStatus
 from slipway_api.memory import DoesNotFit
@@ -46,6 +46,7 @@ from slipway_operator.core.service.rollout.revision import (
     Revision,
     create_revision,
     delete_revisions,
+    describe_missing_stable,
     load_revisions,
 )
 from slipway_operator.core.service.rollout.steps import RolloutStep
@@ -55,7 +56,7 @@ from slipway_operator.core.service.rollout.upgrade import choose_revision
 from slipway_operator.core.service.status.accounting import NOT_ACCOUNTED, Accounting, account
 from slipway_operator.core.service.status.conditions import Decided, build_status, deletion_status, progress_deadline
 from slipway_operator.core.service.status.events import find_events, find_warnings, ready_names
-from slipway_operator.core.service.status.invalid import invalid_status
+from slipway_operator.core.service.status.invalid import held_status, invalid_status
 from slipway_operator.core.service.status.problems import find_capacity_shortage
 from slipway_operator.core.warm_pool.claim import Claims, describe_wait, load_claimed, wait_events
 from slipway_operator.core.warm_pool.give_back import DELETION, Returns
@@ -93,6 +94,9 @@ def plan(observed: Observed, now: datetime) -> Plan:
     stored = load_revisions(service, observed.revisions)
     asked = choose_revision(service, observed.defaults.runtime_image, stored, now)
     revision = asked.revision
+    if missing := describe_missing_stable(service, revision, stored):
+        status = held_status(observed, members, Reason.REVISION_MISSING, missing, now)
+        return Plan(status=status, events=tuple(find_warnings(service.status, status)))
     target = choose_target(service, revision, stored)
     scale = find_target(observed, members, capacity_shortage=find_capacity_shortage(observed, members), now=now)
     desired = scale.desired

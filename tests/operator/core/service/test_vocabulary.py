@@ -258,6 +258,16 @@ def life_of_a_canary() -> Said:
     return world.told, set(world.event_reasons())
 
 
+def without_its_stable_revision() -> Said:
+    world = a_canary_world(rate=0.1)
+    old, _ = roll(world)
+    world.revisions = {name: one for name, one in world.revisions.items() if one.hash != old}
+    world.run(5)
+    world.pods.clear()
+    world.run(5)
+    return world.told, set(world.event_reasons())
+
+
 def life_of_an_error_budget() -> Said:
     slo = {"objectivePercent": "99", "ttftP95Seconds": "1.0"}
     rich = a_canary_world(rate=20.0, replicas=2, slo=slo)
@@ -327,6 +337,7 @@ SCENARIOS: list[Callable[[], Said]] = [
     scaled_to_zero_and_activated_in_vain,
     disrupted_and_suspended,
     life_of_a_canary,
+    without_its_stable_revision,
     life_of_an_error_budget,
     with_adapters,
     with_a_cache,

@@ -155,6 +155,27 @@ def load_revisions(service: InferenceService, stored: Iterable[StoredRevision]) 
     return tuple(loaded)
 
 
+def describe_missing_stable(service: InferenceService, asked: Revision, stored: Sequence[Revision]) -> str:
+    """Why the rollout to `asked` is held: the record of the revision that serves is not there to be judged against.
+
+    Empty if nothing is missing, if nothing has served yet, or if a person chose a revision by an annotation.
+    """
+    status, annotations = service.status, service.metadata.annotations
+    current, hashes = status.current_revision, {one.hash for one in stored}
+    if current in {"", asked.hash} | hashes or not any(one.hash == current and one.served for one in status.revisions):
+        return ""
+    promoted = annotations.get(names.ANNOTATION_PROMOTE) == asked.hash
+    if promoted or annotations.get(names.ANNOTATION_ROLLBACK_TO, "") in hashes:
+        return ""
+    name = service.metadata.name
+    return (
+        f"ControllerRevision {name}-{current} of the stable revision is missing or cannot be read by this operator, so "
+        f"the rollout to {asked.hash} is held: it could be neither compared nor rolled back. Restore the record, set "
+        f"the spec back to that revision, or accept the new one untested: kubectl annotate infsvc {name} "
+        f"-n {service.metadata.namespace} {names.ANNOTATION_PROMOTE}={asked.hash}"
+    )
+
+
 def create_revision(
     service: InferenceService, revision: Revision, stored: Sequence[StoredRevision]
 ) -> tuple[CreateRevision, ...]:
