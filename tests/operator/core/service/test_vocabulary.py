@@ -15,6 +15,7 @@ from slipway_api.inference_service import InferenceService
 from slipway_api.model_names import NameConflict
 from slipway_api.slo import SLOPeriod, SLOStatus
 from slipway_api.vocabulary import CONDITIONS, EVENTS, LIMITS
+from slipway_operator.controller.internal_error import internal_error_status
 from slipway_operator.core.observed import Failure, GatewayCount, GPUSupply
 from slipway_operator.core.pulls import PullPod, PullsSeen
 from slipway_operator.core.service.model.pulls import pull_digest
@@ -268,6 +269,11 @@ def without_its_stable_revision() -> Said:
     return world.told, set(world.event_reasons())
 
 
+def by_a_fault_of_the_operator() -> Said:
+    status, _ = internal_error_status({}, OverflowError("date value out of range"), generation=1, now=T0)
+    return said(Condition.model_validate(one) for one in status["conditions"]), {EventReason.INTERNAL_ERROR}
+
+
 def life_of_an_error_budget() -> Said:
     slo = {"objectivePercent": "99", "ttftP95Seconds": "1.0"}
     rich = a_canary_world(rate=20.0, replicas=2, slo=slo)
@@ -338,6 +344,7 @@ SCENARIOS: list[Callable[[], Said]] = [
     disrupted_and_suspended,
     life_of_a_canary,
     without_its_stable_revision,
+    by_a_fault_of_the_operator,
     life_of_an_error_budget,
     with_adapters,
     with_a_cache,
