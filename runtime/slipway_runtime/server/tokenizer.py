@@ -71,8 +71,11 @@ def _named_templates(directory: Path) -> dict[str, str]:
 
     As in transformers: `tool_use` is for requests with tools, `default` for the others.
     """
-    files = sorted((directory / "additional_chat_templates").glob("*.jinja"))
-    more = {file.stem: file.read_text(encoding="utf-8") for file in files}
+    folder = "additional_chat_templates"
+    files = {file.stem: file for file in sorted((directory / folder).glob("*.jinja"))}
+    # Models from the hub are stored without folders (`storage/hub.py`).
+    files |= {file.stem.removeprefix(f"{folder}."): file for file in sorted(directory.glob(f"{folder}.*.jinja"))}
+    more = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
     if (file := directory / "chat_template.jinja").is_file():
         return more | {"default": file.read_text(encoding="utf-8")}
     found = _json(directory / "chat_template.json").get("chat_template")

@@ -19,8 +19,12 @@ from slipway_runtime.storage.source import (
 )
 from slipway_runtime.storage.web import Web
 
-# The pooling of an embedding model; stored under a name without a folder, because the cache stores no subfolders.
-_KEPT_FROM_FOLDERS: Final = {"1_Pooling/config.json": "1_Pooling.config.json"}
+# The pooling of an embedding model, and the chat template for requests with tools; stored under names without a folder,
+# because the cache stores no subfolders.
+_KEPT_FROM_FOLDERS: Final = {
+    "1_Pooling/config.json": "1_Pooling.config.json",
+    "additional_chat_templates/tool_use.jinja": "additional_chat_templates.tool_use.jinja",
+}
 
 
 class HubSource:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from slipway_runtime.models.pooling import MEAN, read_embedding_config
+from slipway_runtime.server.tokenizer import _named_templates
 from slipway_runtime.storage.fetch import (
     Access,
     AccessDeniedError,
@@ -127,6 +128,18 @@ def test_how_an_embedding_model_pools_comes_from_the_hub_and_nothing_else_of_fol
 
     assert sorted(path.name for path in directory.rglob("*config.json")) == ["1_Pooling.config.json", "config.json"]
     assert read_embedding_config(directory, "auto", 8).pooling == MEAN
+
+
+def test_the_chat_template_for_tools_comes_from_the_hub(hub: Hub, tmp_path: Path):
+    """review/api-users.md 12."""
+    folders = {"additional_chat_templates/tool_use.jinja": b"with tools", "onnx/chat.jinja": b"x"}
+    hub.repositories["org/hermes"] = {"main": dict(FILES) | folders}
+
+    directory = fetch("hf://org/hermes@main", cache=tmp_path, endpoint=hub.url)
+    names = {path.name for path in directory.rglob("*.jinja")}
+
+    assert names == {"additional_chat_templates.tool_use.jinja", "chat_template.jinja"}
+    assert _named_templates(directory)["tool_use"] == "with tools"
 
 
 def test_what_is_in_the_cache_is_not_fetched_again(hub: Hub, tmp_path: Path):
