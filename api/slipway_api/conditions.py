@@ -57,6 +57,7 @@ class Reason(StrEnum):
     NO_SUITABLE_NODE = "NoSuitableNode"
     HUB_UNREACHABLE = "HubUnreachable"
     CRASH_LOOPING = "CrashLooping"
+    REVISION_MISSING = "RevisionMissing"
     # Ready=True, and WorkloadAvailable
     AVAILABLE = "Available"
     DEGRADED = "Degraded"  # below desired, but serving
@@ -139,6 +140,7 @@ class EventReason(StrEnum):
     NO_SUITABLE_NODE = "NoSuitableNode"
     HUB_UNREACHABLE = "HubUnreachable"
     CRASH_LOOPING = "CrashLooping"
+    REVISION_MISSING = "RevisionMissing"
     NO_GATEWAY = "NoGateway"
     METRICS_STALE = "MetricsStale"
     KEY_REFUSED = "KeyRefused"

@@ -35,13 +35,14 @@ STALLED_MEANINGS: Final = {
     Reason.NO_SUITABLE_NODE: "No node has so many GPUs, or of this product, used or free; the message names both.",
     Reason.NAME_CONFLICT: "Another object has the served name, or another owner has the name of a child.",
     Reason.CRASH_LOOPING: "Replicas end again and again; it holds until one is ready or the spec changes.",
+    Reason.REVISION_MISSING: "The ControllerRevision of a revision is missing or unreadable: the rollout is held.",
 }
 
 # Reasons of Stalled whose event has no other meaning: one word in the condition, in the event, and in an alert.
 _STALLED_EVENTS: Final = (
     *(Reason.DOES_NOT_FIT, Reason.CACHE_NOT_PERMITTED, Reason.IMAGE_PULL_FAILED, Reason.MODEL_NOT_FOUND),
     *(Reason.CREDENTIALS_INVALID, Reason.QUOTA_EXCEEDED, Reason.REFUSED, Reason.CRASH_LOOPING),
-    *(Reason.NO_SUITABLE_NODE, Reason.HUB_UNREACHABLE),
+    *(Reason.NO_SUITABLE_NODE, Reason.HUB_UNREACHABLE, Reason.REVISION_MISSING),
 )
 
 _MEANINGS: Final = {

@@ -12,6 +12,7 @@ import pytest
 from slipway_api.autoscaling import Limit
 from slipway_api.conditions import Condition, EventReason, Reason
 from slipway_api.inference_service import InferenceService
+from slipway_api.inference_status import InferenceServiceStatus
 from slipway_api.model_names import NameConflict
 from slipway_api.slo import SLOPeriod, SLOStatus
 from slipway_api.vocabulary import CONDITIONS, EVENTS, LIMITS
@@ -123,6 +124,22 @@ def stalled() -> Said:
             *passes(service, (), failures=refused("NameConflict", "there is a Service chat of another owner")),
             *passes(service, (crashing,)),
         ]
+    )
+
+
+def without_the_record_of_the_stable_revision() -> Said:
+    known = [{"name": "chat-bbbbb", "hash": "bbbbbbbbbb", "image": "old", "served": True}]
+    return said_in(
+        passes(
+            one().model_copy(
+                update={
+                    "status": InferenceServiceStatus.model_validate(
+                        {"currentRevision": "bbbbbbbbbb", "revisions": known}
+                    )
+                }
+            ),
+            (),
+        )
     )
 
 
@@ -326,6 +343,7 @@ SCENARIOS: list[Callable[[], Said]] = [
     limited_by_a_budget,
     scaled_to_zero_and_activated_in_vain,
     disrupted_and_suspended,
+    without_the_record_of_the_stable_revision,
     life_of_a_canary,
     life_of_an_error_budget,
     with_adapters,
