@@ -5,7 +5,7 @@ field (`served_name`, `fixed_replicas`) are resolved here and nowhere else. What
 replica runs it in `runtime_spec`.
 """
 
-from datetime import UTC, datetime
+from datetime import datetime
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from slipway_api.autoscaling import Autoscaling, ScalingMode
 from slipway_api.inference_status import InferenceServiceStatus
 from slipway_api.model_source import PRE_PULL_RULE, PrePull
 from slipway_api.model_spec import Model
+from slipway_api.moments import read_moment
 from slipway_api.names import API_VERSION
 from slipway_api.overlay import ResourceMap, Template, resource_rules
 from slipway_api.rollout_spec import SPEC_RULES as ROLLOUT_RULES
@@ -371,12 +372,8 @@ class InferenceService(Struct):
 
     @property
     def restart_moment(self) -> datetime | None:
-        """spec.restartAt; None where there is none, or where the calendar has no such day."""
-        try:
-            moment = datetime.fromisoformat(self.spec.restart_at) if self.spec.restart_at else None
-        except ValueError:
-            return None
-        return moment.astimezone(UTC) if moment is not None else None
+        """spec.restartAt; None if it is not set, or if the calendar has no such day."""
+        return read_moment(self.spec.restart_at)
 
     @property
     def fixed_replicas(self) -> int | None:

@@ -21,6 +21,8 @@ class ConditionMeaning(NamedTuple):
 
 
 # Stalled=True with one of these makes Ready=False with the same reason and message while no replica serves.
+INTERNAL_ERROR: Final = "The operator cannot plan the object, by a fault of its own; its pods are left as they are."
+
 STALLED_MEANINGS: Final = {
     Reason.INVALID_SPEC: "The spec breaks a rule, or the API server or the runtime refuses a value of it.",
     Reason.DOES_NOT_FIT: "Weights, reserve and one request exceed the memory; the message has the arithmetic.",
@@ -42,7 +44,8 @@ STALLED_MEANINGS: Final = {
 _STALLED_EVENTS: Final = (
     *(Reason.DOES_NOT_FIT, Reason.CACHE_NOT_PERMITTED, Reason.IMAGE_PULL_FAILED, Reason.MODEL_NOT_FOUND),
     *(Reason.CREDENTIALS_INVALID, Reason.QUOTA_EXCEEDED, Reason.REFUSED, Reason.CRASH_LOOPING),
-    *(Reason.NO_SUITABLE_NODE, Reason.HUB_UNREACHABLE, Reason.REVISION_MISSING),
+    Reason.REVISION_MISSING,
+    *(Reason.NO_SUITABLE_NODE, Reason.HUB_UNREACHABLE),
 )
 
 _MEANINGS: Final = {
@@ -53,6 +56,7 @@ _MEANINGS: Final = {
         (_TRUE, Reason.SCALED_TO_ZERO, "No replicas are asked for: by the spec, or because no requests come."),
         (_FALSE, Reason.NO_READY_REPLICAS, "It served before, and no replica does."),
         *((_FALSE, reason, meaning) for reason, meaning in STALLED_MEANINGS.items()),
+        (_UNKNOWN, Reason.INTERNAL_ERROR, INTERNAL_ERROR),
         (_UNKNOWN, Reason.LOADING, "Replicas start for the first time."),
         (_UNKNOWN, Reason.DOWNLOADING_MODEL, "A replica downloads the model to its node."),
         (_UNKNOWN, Reason.WAITING_FOR_GPU, "No node has a free GPU for a replica."),
@@ -62,7 +66,10 @@ _MEANINGS: Final = {
             "No node takes a replica; the cause is not GPUs but taints, labels or volumes.",
         ),
     ),
-    ConditionType.STALLED: tuple((_TRUE, reason, meaning) for reason, meaning in STALLED_MEANINGS.items()),
+    ConditionType.STALLED: (
+        *((_TRUE, reason, meaning) for reason, meaning in STALLED_MEANINGS.items()),
+        (_TRUE, Reason.INTERNAL_ERROR, INTERNAL_ERROR),
+    ),
     ConditionType.RECONCILING: (
         (_TRUE, Reason.SCALING_UP, "Replicas that are wanted do not serve yet."),
         (_TRUE, Reason.ROLLING_OUT, "A revision replaces the one before it."),
@@ -166,6 +173,7 @@ EVENTS: Final = {
     EventReason.GPU_FAULT: "The server of a replica ended by a fault of its GPU; its successor prefers another node.",
     EventReason.NODE_DRAIN_FORCED: "A node's drain waited for maxNodeDrainBlockSeconds: evictions are allowed.",
     EventReason.DRAIN_TIMED_OUT: "A drain took longer than drain.timeoutSeconds; what was left.",
+    EventReason.INTERNAL_ERROR: INTERNAL_ERROR,
     EventReason.NAME_CONFLICT: "Another owner has the served name, or the name of a replica or of another child.",
     EventReason.ACTIVATION_TIMED_OUT: "Requests waited for the first replica of a service and gave up; how many.",
     EventReason.ACTIVATION_QUEUE_FULL: "Requests were refused while the first replica starts; how many, which limit.",

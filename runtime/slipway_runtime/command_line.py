@@ -32,6 +32,22 @@ from slipway_runtime.settings import (
 REFUSE_AFTER_SECONDS: Final = 5.0  # as spec.drain.endpointPropagationSeconds
 
 
+# Number formats by the names of vLLM and config.json.
+_OWN_NAMES: Final = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+    "fp8_e4m3": "fp8",
+}
+
+
+def _own_name(text: str) -> str:
+    """Our name of a number format."""
+    return _OWN_NAMES.get(text, text)
+
+
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse a command line; exits with a message where it is wrong."""
     whole = parser()
@@ -72,9 +88,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="HEX",
         help=f"take requests only with a token of this SHA-256 in {names.HEADER_SERVING_TOKEN}; once for each token",
     )
-    serve.add_argument("--dtype", choices=[*Dtype], default="auto")
+    serve.add_argument("--dtype", type=_own_name, choices=[*Dtype], default="auto", help="also by vLLM's names")
     serve.add_argument("--quantization", choices=("", *Quantization), default="", help="of the weights, at load")
-    serve.add_argument("--kv-cache-dtype", choices=("", *KVDtype), default="", help="number format of the KV cache")
+    serve.add_argument(
+        "--kv-cache-dtype", type=_own_name, choices=("", *KVDtype), default="", help="number format of the KV cache"
+    )
     serve.add_argument("--task", choices=("", *Task), default="", help="generate text, or compute embeddings only")
     serve.add_argument("--pooling", choices=("", *Pooling), default="", help="of embeddings; auto: the checkpoint's")
     serve.add_argument("--deterministic", action="store_true", help="the same tokens alone and in any batch")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple, Protocol
 
+from slipway_api.moments import read_moment
 from slipway_kube.resources import Resource
 from slipway_operator.core.actions import Action, Event, Failure, SmokeResult
 
@@ -48,8 +49,7 @@ class StoredObject:
     @property
     def created_at(self) -> datetime | None:
         """When the API server created it."""
-        text = self.body["metadata"].get("creationTimestamp")
-        return datetime.fromisoformat(text) if text else None
+        return read_moment(self.body["metadata"].get("creationTimestamp"))
 
 
 @dataclass(slots=True)

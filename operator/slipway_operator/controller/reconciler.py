@@ -15,11 +15,13 @@ import msgspec
 import structlog
 
 from slipway_api import names
+from slipway_api.conditions import EventReason
 from slipway_kube.client import Client
 from slipway_kube.errors import Conflict, KubeError, NotFound, Unreachable
 from slipway_kube.recorder import reference
 from slipway_kube.writer import Writer
 from slipway_operator.controller.executor import Executor, StaleView
+from slipway_operator.controller.internal_error import internal_error_status
 from slipway_operator.controller.kinds import Decision, Key, Kind, Memory, Refusal, StoredObject
 from slipway_operator.controller.store import ObjectStore
 from slipway_operator.core.actions import (
@@ -126,6 +128,11 @@ class Reconciler:
             # The watch may have missed events, even a deletion: read the object before the next try.
             await self._read(key, instead_of=stored)
             raise
+        except (Refused, KubeError):
+            raise
+        except Exception as exc:
+            await self._note_internal_error(key, exc)
+            raise
 
     async def _run_pass(self, key: Key, stored: StoredObject) -> Outcome:
         kind, memory = self._kinds[key.kind], self._memories[key]
@@ -177,6 +184,21 @@ class Reconciler:
         if decision.status is not None:
             with suppress(KubeError, StaleView):
                 await self._write_status(key, stored, decision)
+
+    async def _note_internal_error(self, key: Key, error: Exception) -> None:
+        """Write into the status that a pass failed by a fault of ours: the last one may say that all is well."""
+        stored = self._stores[key.kind].get(key)
+        if stored is None:
+            return
+        before = stored.body.get("status") or {}
+        status, sentence = internal_error_status(before, error, generation=stored.generation, now=self._now())
+        with suppress(KubeError, StaleView):
+            await self._write_status(key, stored, Decision(actions=(), status=status, status_before=before))
+            if sentence:
+                regarding = reference(
+                    self._kinds[key.kind].resource.api_version, key.kind, key.namespace, key.name, stored.uid
+                )
+                self._events.record(regarding, EventReason.INTERNAL_ERROR, sentence, action="Plan", warning=True)
 
     async def _read(self, key: Key, *, instead_of: StoredObject | None = None) -> StoredObject | None:
         """GET the object, because the store lacks it or has an old version: a watch may have missed events."""

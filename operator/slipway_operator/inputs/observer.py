@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import NamedTuple, cast
 
 from slipway_api import names
+from slipway_api.moments import read_moment
 from slipway_api.types import ServiceKey
 from slipway_kube.informer import Change
 from slipway_kube.objects import ContainerStatus, Node, Pod, Terminated
@@ -98,7 +99,7 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
     annotations = pod.metadata.annotations
     # The API server always sets a creation time; a pod without one is as old as can be.
     created_at = pod.metadata.creation_timestamp or datetime.min.replace(tzinfo=UTC)
-    claimed_at = _moment(annotations.get(names.ANNOTATION_CLAIMED_AT))
+    claimed_at = read_moment(annotations.get(names.ANNOTATION_CLAIMED_AT))
     returned_at = moment_of(pod, names.ANNOTATION_RETURNED_AT)
     if sample is not None and returned_at is not None and sample.at < returned_at:
         sample = None  # it tells of the service that had the pod before
@@ -142,10 +143,10 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
         last_exit=_last_exit(subject),
         termination_message=_termination_message(pod),
         pod_ip=pod.status.pod_ip,
-        drain_started=_moment(annotations.get(names.ANNOTATION_DRAIN_STARTED)),
+        drain_started=read_moment(annotations.get(names.ANNOTATION_DRAIN_STARTED)),
         drain_reason=annotations.get(names.ANNOTATION_DRAIN_REASON, ""),
-        leaving_since=_moment(annotations.get(names.ANNOTATION_NODE_LEAVING_SINCE)),
-        drain_forced=_moment(annotations.get(names.ANNOTATION_NODE_DRAIN_FORCED)),
+        leaving_since=read_moment(annotations.get(names.ANNOTATION_NODE_LEAVING_SINCE)),
+        drain_forced=read_moment(annotations.get(names.ANNOTATION_NODE_DRAIN_FORCED)),
         safe_to_evict=annotations.get(names.ANNOTATION_SAFE_TO_EVICT, ""),
         do_not_disrupt=annotations.get(names.ANNOTATION_DO_NOT_DISRUPT, ""),
         claimed_at=claimed_at,
@@ -161,7 +162,7 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
 
 def moment_of(pod: Pod, annotation: str) -> datetime | None:
     """An annotation of a pod as a time; None where it is absent, or is none."""
-    return _moment(pod.metadata.annotations.get(annotation))
+    return read_moment(pod.metadata.annotations.get(annotation))
 
 
 def node_facts(node: Node) -> seen.Node:
@@ -258,12 +259,3 @@ def _last_end(container: ContainerStatus | None) -> Terminated | None:
 def _number(text: str | None) -> int:
     """A label as a number; 0 where it was edited to something else."""
     return int(text) if text is not None and text.isdecimal() else 0
-
-
-def _moment(text: str | None) -> datetime | None:
-    """An annotation as an RFC 3339 time; None where it is none."""
-    try:
-        moment = datetime.fromisoformat(text) if text else None
-    except ValueError:
-        return None
-    return moment.replace(tzinfo=UTC) if moment is not None and moment.tzinfo is None else moment

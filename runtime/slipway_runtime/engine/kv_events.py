@@ -2,7 +2,8 @@
 
 A message has three parts: the topic (empty), a sequence number (8 bytes, big-endian), and a batch in msgpack: an array
 [time, events, data-parallel rank], each event an array that begins with its name. Field order and names are those of
-vLLM's `distributed/kv_events.py`, so that routers which read it work unchanged; new fields go to the end.
+vLLM's `distributed/kv_events.py`, so that a subscriber can decode it; new fields go to the end. The topic
+is empty: llm-d's picker, which filters on `kv@`, gets nothing.
 
 The last `KEPT` batches can be asked for again on a second socket, at the port after this one: a request is an empty
 part and the first sequence number wanted, the answer is (sequence number, batch) messages and one of number -1.

@@ -1,4 +1,4 @@
-"""GET /load, /version, /health and, on the admin port, /metrics.
+"""GET /load, /version, /health, /ready and, on the admin port, /metrics.
 
 Services of vLLM that are not here are a 404 with a sentence.
 """
@@ -32,6 +32,15 @@ async def load(http: Request) -> dict[str, int]:
 async def version() -> dict[str, str]:
     """The version of Slipway."""
     return {"version": slipway_api.__version__}
+
+
+@router.head("/ready", include_in_schema=False)
+@router.get("/ready")
+async def ready(http: Request) -> Response:
+    """200 if the replica takes new requests, else 503 with the reason. The admin port has the one that can wait."""
+    replica: Replica = http.app.state.replica
+    body = replica.ready()
+    return Response(body.wire(), status_code=200 if body.ready else 503, media_type="application/json")
 
 
 @probes.head("/health", include_in_schema=False)

@@ -20,6 +20,8 @@ async def test_a_replica_is_alive_at_once_and_ready_only_when_its_model_answers(
         assert await ready_of(replica) == (503, ReadyReason.LOADING)
         assert (await replica.admin("/health")).status_code == 200
         assert (await replica.admin("/metrics")).status_code == 200
+        # review/peer-suites.md 11, review/engine.md F14: the docs name it on the serving port
+        assert (await replica.http.get(f"{replica.url}/ready")).status_code == 503
         early = await replica.chat()
         assert early.status_code == 503
         assert early.headers["retry-after"] == "1"

@@ -16,7 +16,8 @@ from slipway_runtime.server.answer_parts import AnswerParser, ReasoningUse
 from slipway_runtime.server.generation import Delta
 from slipway_runtime.server.harmony import ASSISTANT, HarmonyParser
 from slipway_runtime.server.reasoning import Begin, Part, ReasoningEvent, Splitter, ThinkParser, beginning_of, form_of
-from slipway_runtime.server.tool_calls import CallDelta, CallStart, TextEvent, parser_of
+from slipway_runtime.server.tool_calls import CallDelta, CallStart, TextEvent
+from slipway_runtime.server.tool_parsers import parser_of
 
 Said = tuple[str, str, list[tuple[str, str]]]  # reasoning, content, calls
 
@@ -314,7 +315,7 @@ def test_hidden_reasoning_is_counted_and_not_sent():
 
 def test_calls_are_looked_for_in_the_content_only():
     call = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
-    parser = AnswerParser(ThinkParser(Begin.EITHER), parser_of("hermes", {"time"}), ReasoningUse(form="think"))
+    parser = AnswerParser(ThinkParser(Begin.EITHER), parser_of("hermes", {"time": {}}), ReasoningUse(form="think"))
     [delta] = answer_of([f"<think>{call}</think>{call}"], [])
 
     assert said_in([part for segment in parser.read(delta) for part in segment.parts]) == (call, "", [("time", "{}")])

@@ -4,10 +4,11 @@
 minReplicas or one, and it does not go to zero. After that the annotation is stale, and has no effect.
 """
 
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
+from slipway_api.moments import read_moment
 
 
 def woken_at(service: InferenceService, now: datetime) -> datetime | None:
@@ -25,10 +26,4 @@ def wakes_at(service: InferenceService, now: datetime) -> datetime | None:
 
 
 def _moment(service: InferenceService) -> datetime | None:
-    """What cannot be read counts as absent: annotations have no schema."""
-    text = service.metadata.annotations.get(names.ANNOTATION_WAKE, "")
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return moment.astimezone(UTC) if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+    return read_moment(service.metadata.annotations.get(names.ANNOTATION_WAKE))

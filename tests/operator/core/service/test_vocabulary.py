@@ -12,10 +12,10 @@ import pytest
 from slipway_api.autoscaling import Limit
 from slipway_api.conditions import Condition, EventReason, Reason
 from slipway_api.inference_service import InferenceService
-from slipway_api.inference_status import InferenceServiceStatus
 from slipway_api.model_names import NameConflict
 from slipway_api.slo import SLOPeriod, SLOStatus
 from slipway_api.vocabulary import CONDITIONS, EVENTS, LIMITS
+from slipway_operator.controller.internal_error import internal_error_status
 from slipway_operator.core.observed import Failure, GatewayCount, GPUSupply
 from slipway_operator.core.pulls import PullPod, PullsSeen
 from slipway_operator.core.service.model.pulls import pull_digest
@@ -124,22 +124,6 @@ def stalled() -> Said:
             *passes(service, (), failures=refused("NameConflict", "there is a Service chat of another owner")),
             *passes(service, (crashing,)),
         ]
-    )
-
-
-def without_the_record_of_the_stable_revision() -> Said:
-    known = [{"name": "chat-bbbbb", "hash": "bbbbbbbbbb", "image": "old", "served": True}]
-    return said_in(
-        passes(
-            one().model_copy(
-                update={
-                    "status": InferenceServiceStatus.model_validate(
-                        {"currentRevision": "bbbbbbbbbb", "revisions": known}
-                    )
-                }
-            ),
-            (),
-        )
     )
 
 
@@ -275,6 +259,21 @@ def life_of_a_canary() -> Said:
     return world.told, set(world.event_reasons())
 
 
+def without_its_stable_revision() -> Said:
+    world = a_canary_world(rate=0.1)
+    old, _ = roll(world)
+    world.revisions = {name: one for name, one in world.revisions.items() if one.hash != old}
+    world.run(5)
+    world.pods.clear()
+    world.run(5)
+    return world.told, set(world.event_reasons())
+
+
+def by_a_fault_of_the_operator() -> Said:
+    status, _ = internal_error_status({}, OverflowError("date value out of range"), generation=1, now=T0)
+    return said(Condition.model_validate(one) for one in status["conditions"]), {EventReason.INTERNAL_ERROR}
+
+
 def life_of_an_error_budget() -> Said:
     slo = {"objectivePercent": "99", "ttftP95Seconds": "1.0"}
     rich = a_canary_world(rate=20.0, replicas=2, slo=slo)
@@ -343,8 +342,9 @@ SCENARIOS: list[Callable[[], Said]] = [
     limited_by_a_budget,
     scaled_to_zero_and_activated_in_vain,
     disrupted_and_suspended,
-    without_the_record_of_the_stable_revision,
     life_of_a_canary,
+    without_its_stable_revision,
+    by_a_fault_of_the_operator,
     life_of_an_error_budget,
     with_adapters,
     with_a_cache,

@@ -180,9 +180,12 @@ def _hold(
     else:
         step = _step_of(observed, members, target, between, before, progress, desired, gate, now)
     step = rollout.held_step(step, members, between, has_begun=recorded is not None)
+    weights = dict.fromkeys(step.weights, 0) | {one.hash: one.weight for one in status.revisions}
     if target.failed == target.asked.hash:
-        weights = dict.fromkeys(step.weights, 0) | {one.hash: one.weight for one in status.revisions}
         step = replace(step, weights=rollout.returned_weights(members, weights, target=between.stable))
+    elif not weights.get(between.update):  # also a rolling update gives a new revision no first requests
+        trusted = [one for one in members if one.replica.revision != between.update]
+        step = replace(step, weights=rollout.weights(trusted, sorted(weights), current=between.stable))
     return Rolling(step=step, progress=progress, failed_revision=target.failed)
 
 

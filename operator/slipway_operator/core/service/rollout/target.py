@@ -64,15 +64,14 @@ def choose_target(
         failed = ""  # the spec asks for another revision
     if named in others and failed in ("", asked.hash):
         if named not in by_hash:
-            why = f"the annotation {names.ANNOTATION_ROLLBACK_TO} asks for it"
-            return _hold(service, asked, named, unreadable, why=why, failed=asked.hash)
+            return _hold(service, asked, named, unreadable, which="requested", failed=asked.hash)
         back = by_hash[named]
         why = f"the annotation {names.ANNOTATION_ROLLBACK_TO} asks for {named}"
         stable = current if current and current.hash != named else None
         return Target(revision=back, asked=asked, stable=stable, failed=asked.hash, reason=why)
 
     if asked.hash in unreadable:
-        return _hold(service, asked, asked.hash, unreadable, why="the spec asks for it", failed=failed)
+        return _hold(service, asked, asked.hash, unreadable, which="present", failed=failed)
     is_complete = status.current_revision == asked.hash
     stable = None if is_complete else current
     if is_complete and failed == asked.hash:
@@ -84,7 +83,7 @@ def choose_target(
         return Target(revision=asked, asked=asked, stable=stable, failed=forgotten, is_promoted=True)
     if not is_complete and current is None and _has_served(service):
         failed = asked.hash if is_aborted else failed
-        return _hold(service, asked, status.current_revision, unreadable, why="it is the stable one", failed=failed)
+        return _hold(service, asked, status.current_revision, unreadable, which="stable", failed=failed)
     if stable and (is_aborted or failed == asked.hash):
         why = f"the annotation {names.ANNOTATION_ABORT} names {asked.hash}" if is_aborted else ""
         return Target(revision=stable, asked=asked, stable=None, failed=asked.hash, reason=why)
@@ -99,20 +98,20 @@ def _has_served(service: InferenceService) -> bool:
 
 
 def _hold(
-    service: InferenceService, asked: Revision, needed: str, unreadable: Mapping[str, str], *, why: str, failed: str
+    service: InferenceService, asked: Revision, needed: str, unreadable: Mapping[str, str], *, which: str, failed: str
 ) -> Target:
     """Stay at the present revisions until the record of the revision `needed` can be read."""
     fault = f"cannot be read ({unreadable[needed]})" if needed in unreadable else "is missing"
-    record = f"the ControllerRevision {record_name(service, needed)} {fault}"
+    record = f"ControllerRevision {record_name(service, needed)} of the {which} revision {fault}"
+    read_it = "run the version of the operator that wrote it" if needed in unreadable else "restore it"
     if needed == asked.hash:
-        remedy = "run the version of the operator that wrote it, or delete it: it is then stored again from the spec"
+        remedy = f"{read_it}, or delete it: it is then stored again from the spec"
     else:
+        name, namespace = service.metadata.name, service.metadata.namespace
+        accept = f"kubectl annotate infsvc {name} -n {namespace} {names.ANNOTATION_PROMOTE}={asked.hash}"
         back = f"set the spec back to that of revision {needed}, which stores it again"
-        go_on = f"run kubectl slipway promote to continue to revision {asked.hash} without a test"
-        remedy = f"restore it, {back}, or {go_on}"
-    if needed != asked.hash and needed in unreadable:
-        remedy = (
-            f"run the version of the operator that wrote it, or delete it and {remedy.removeprefix('restore it, ')}"
-        )
-    sentence = f"the rollout is held: {record}, and {why}; {remedy}"
+        if needed in unreadable:
+            back = f"delete it and {back}"
+        remedy = f"{read_it}, {back}, or accept revision {asked.hash} untested: {accept}"
+    sentence = f"the rollout is held: {record}; {remedy}"
     return Target(revision=asked, asked=asked, stable=None, failed=failed, held=sentence)
