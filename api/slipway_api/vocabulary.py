@@ -32,12 +32,12 @@ STALLED_MEANINGS: Final = {
     Reason.CREDENTIALS_INVALID: "The credentials' Secret or its key is missing, or the source refuses them.",
     Reason.PROGRESS_DEADLINE_EXCEEDED: "A rollout or first start made no progress for progressDeadlineSeconds.",
     Reason.QUOTA_EXCEEDED: "A ResourceQuota forbids the pods.",
-    Reason.REVISION_MISSING: "The stored stable revision is missing or cannot be read: its rollout is held.",
     Reason.REFUSED: "RBAC, an admission policy or a webhook forbids a write; an administrator of the cluster can help.",
     Reason.HUB_UNREACHABLE: "The source of the model does not answer; the message has the host and the cause.",
     Reason.NO_SUITABLE_NODE: "No node has so many GPUs, or of this product, used or free; the message names both.",
     Reason.NAME_CONFLICT: "Another object has the served name, or another owner has the name of a child.",
     Reason.CRASH_LOOPING: "Replicas end again and again; it holds until one is ready or the spec changes.",
+    Reason.REVISION_MISSING: "The ControllerRevision of a revision is missing or unreadable: the rollout is held.",
 }
 
 # Reasons of Stalled whose event has no other meaning: one word in the condition, in the event, and in an alert.

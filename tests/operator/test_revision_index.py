@@ -39,7 +39,7 @@ def test_a_revision_is_found_by_its_service_until_it_is_deleted():
     assert index.saw(Change.ADDED, None, second) == {KEY}
     index.saw(Change.ADDED, None, first)
     assert [one.hash for one in index.of(KEY)] == ["bbbbb11111", "aaaaa11111"]
-    assert load_revisions(a_service(), index.of(KEY))[0].spec == a_service().spec
+    assert load_revisions(a_service(), index.of(KEY)).readable[0].spec == a_service().spec
     going = a_revision("bbbbb11111", 1, deletionTimestamp="2026-05-01T12:00:00Z")
     index.saw(Change.MODIFIED, first, going)
     index.saw(Change.DELETED, second, None)

@@ -4,6 +4,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from slipway_api import names
+from slipway_api.conditions import Reason
 from slipway_api.rollout_spec import RolloutStrategy
 from slipway_operator.core.actions import DrainPod
 from slipway_operator.core.health import GONE_AFTER
@@ -118,8 +119,30 @@ def check_weights(made: Plan, observed: Observed) -> None:
         assert not (weight and ready.get(current)), f"the failed revision {failed} gets {weight} %"
         assert not (weight and not before.get(failed)), f"the failed revision {failed} gets traffic again"
     canary = after.canary
-    if strategy is RolloutStrategy.CANARY and canary and canary.weight:
+    is_held = any(one.reason == Reason.REVISION_MISSING for one in after.conditions)  # then it keeps the last weight
+    if strategy is RolloutStrategy.CANARY and canary and canary.weight and not is_held:
         assert ready.get(after.update_revision), "a weight without a ready canary"
+
+
+def check_records(made: Plan, observed: Observed) -> None:
+    """Without the record of the revision that served last, nothing takes its place unless a person promotes it."""
+    before = observed.service.status
+    if observed.service.is_being_deleted or made.status is None or observed.fault:
+        return
+    served = {one.hash for one in before.revisions if one.served}
+    stored = {one.hash for one in observed.revisions}
+    update = made.status.update_revision
+    is_promoted = observed.service.metadata.annotations.get(names.ANNOTATION_PROMOTE) == update
+    is_asked_back = bool(observed.service.metadata.annotations.get(names.ANNOTATION_ROLLBACK_TO))
+    is_missing = before.current_revision in served and before.current_revision not in stored
+    if is_missing and update != before.current_revision and not is_promoted and not is_asked_back:
+        assert made.status.current_revision == before.current_revision, "a first start, although a revision has served"
+        stalled = [one for one in made.status.conditions if one.type == "Stalled"]
+        assert [one.reason for one in stalled] == [Reason.REVISION_MISSING]
+        weights = {one.hash: one.weight for one in before.revisions}
+        given = [one.hash for one in made.status.revisions if one.weight and not weights.get(one.hash)]
+        is_split = observed.service.spec.rollout.strategy in (RolloutStrategy.CANARY, RolloutStrategy.BLUE_GREEN)
+        assert not (is_split and update in given and not (before.canary and before.canary.weight)), "a gate opened"
 
 
 def check_total(world: "SimulatedCluster") -> None:

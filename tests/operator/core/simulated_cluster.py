@@ -77,6 +77,7 @@ class SimulatedCluster(Faults):
         self.was_cordoned = False  # a replica may have been doubled to move it
         self.due: Any = None  # when the plan asked to be asked again
         self.revisions: dict[str, StoredRevision] = {}
+        self.lost_revisions: dict[str, StoredRevision] = {}  # records that people have deleted
         self.broken_revisions: set[str] = set()  # those whose image cannot be pulled
         self.manifests: dict[str, dict[str, Any]] = {}  # by pod, the last one
         self.default_image = DEFAULTS.runtime_image
@@ -165,6 +166,7 @@ class SimulatedCluster(Faults):
         assert made == plan(observed, self.now), "the same facts must give the same plan"
         laws.check_victims(made, observed)
         laws.check_weights(made, observed)
+        laws.check_records(made, observed)
         for position, action in enumerate(made.actions):
             if die_after is not None and position >= die_after:
                 self.restart_operator()

@@ -7,7 +7,7 @@ from typing import Any
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
 from slipway_operator.core.node_taints import LEAVING
-from slipway_operator.core.observed import Node
+from slipway_operator.core.observed import Node, StoredRevision
 from tests.operator.core.simulated_pod import SimulatedPod
 
 
@@ -22,6 +22,9 @@ class Faults:
     faults: int
     was_cordoned: bool
     failed_at: dict[tuple[str, int], Any]
+    revisions: dict[str, StoredRevision]
+    lost_revisions: dict[str, StoredRevision]
+    due: Any
 
     @property
     def ready(self) -> list[SimulatedPod]:
@@ -105,6 +108,19 @@ class Faults:
         """The machine goes, and a new one of another name comes."""
         self.take_away(name)
         self.nodes[f"{name}x"] = Node(name=f"{name}x")
+
+    def delete_record(self, number: int) -> None:
+        """`kubectl delete controllerrevision` of one of them."""
+        if self.revisions:
+            name = sorted(self.revisions)[number % len(self.revisions)]
+            self.lost_revisions[name] = self.revisions.pop(name)
+            self.due = self.now
+
+    def restore_records(self) -> None:
+        """They come back from a backup, as far as nothing has stored them again."""
+        self.revisions = self.lost_revisions | self.revisions
+        self.lost_revisions = {}
+        self.due = self.now
 
     def evict(self, name: str) -> bool:
         """POST eviction: refused with 429 (False) while the PodDisruptionBudget does not allow it."""

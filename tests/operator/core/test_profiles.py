@@ -55,7 +55,7 @@ def test_a_profile_is_part_of_the_revision_and_its_numbers_are_stored_with_it():
     plain, voice = a_service(), a_service(profile="voice")
 
     assert resolve(plain, IMAGE).hash != resolve(voice, IMAGE).hash
-    (revision,) = load_revisions(voice, [stored(voice)])
+    (revision,) = load_revisions(voice, [stored(voice)]).readable
     assert revision.spec.runtime.max_num_batched_tokens == 512
     assert revision.apply_to(voice).spec.runtime.max_num_seqs == 16
 

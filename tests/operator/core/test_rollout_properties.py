@@ -38,6 +38,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("roll back to"), NUMBERS),
     st.tuples(st.just("forget annotations"), NUMBERS),
     st.tuples(st.just("pause"), st.integers(0, 1)),
+    st.tuples(st.just("delete a record"), NUMBERS),
     st.tuples(st.just("scale"), st.integers(1, 5)),
     st.tuples(st.just("traffic"), st.sampled_from([0, 1, 30])),
     st.tuples(st.just("kill operator"), st.integers(0, 4)),
@@ -100,6 +101,8 @@ def live(world, kind, number):
             world.service = edited(
                 world.service, rollout=world.service.spec.rollout.to_json() | {"paused": bool(number)}
             )
+        case "delete a record":
+            world.delete_record(number)
         case "scale":
             world.service = edited(world.service, replicas=number)
         case "traffic":
@@ -134,6 +137,7 @@ def end(world):
     forget(world)
     world.service = edited(world.service, rollout=world.service.spec.rollout.to_json() | {"paused": False})
     world.traffic.rate = 60
+    world.restore_records()
     calm_down(world)
     world.run(300)
 

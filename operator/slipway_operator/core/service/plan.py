@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from slipway_api import names
-from slipway_api.conditions import EventReason, Reason
+from slipway_api.conditions import EventReason
 from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import CanaryStatus, InferenceServiceStatus
 from slipway_api.memory import DoesNotFit
@@ -46,7 +46,6 @@ from slipway_operator.core.service.rollout.revision import (
     Revision,
     create_revision,
     delete_revisions,
-    describe_missing_stable,
     load_revisions,
 )
 from slipway_operator.core.service.rollout.steps import RolloutStep
@@ -56,7 +55,7 @@ from slipway_operator.core.service.rollout.upgrade import choose_revision
 from slipway_operator.core.service.status.accounting import NOT_ACCOUNTED, Accounting, account
 from slipway_operator.core.service.status.conditions import Decided, build_status, deletion_status, progress_deadline
 from slipway_operator.core.service.status.events import find_events, find_warnings, ready_names
-from slipway_operator.core.service.status.invalid import held_status, invalid_status
+from slipway_operator.core.service.status.invalid import invalid_status
 from slipway_operator.core.service.status.problems import find_capacity_shortage
 from slipway_operator.core.warm_pool.claim import Claims, describe_wait, load_claimed, wait_events
 from slipway_operator.core.warm_pool.give_back import DELETION, Returns
@@ -91,13 +90,10 @@ def plan(observed: Observed, now: datetime) -> Plan:
     if observed.fault:
         return _leave_alone(observed, members, now)
 
-    stored = load_revisions(service, observed.revisions)
-    asked = choose_revision(service, observed.defaults.runtime_image, stored, now)
+    records = load_revisions(service, observed.revisions)
+    asked = choose_revision(service, observed.defaults.runtime_image, records.readable, now)
     revision = asked.revision
-    if missing := describe_missing_stable(service, revision, stored):
-        status = held_status(observed, members, Reason.REVISION_MISSING, missing, now)
-        return Plan(status=status, events=tuple(find_warnings(service.status, status)))
-    target = choose_target(service, revision, stored)
+    target = choose_target(service, revision, records.readable, records.unreadable)
     scale = find_target(observed, members, capacity_shortage=find_capacity_shortage(observed, members), now=now)
     desired = scale.desired
     taken_back = take_back(
@@ -133,7 +129,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
         assignment=assigned_update,
         accounting=account(observed, members, now),
         pool_wait=describe_wait(observed, target.revision, assigned_update.creations, now),
-        stable_assignment=_assign_stable(observed, members, target.stable, rolling.step, unhealthy, now),
+        stable_assignment=_assign_stable(observed, members, target, rolling.step, unhealthy, now),
     )
 
     steps = ask_hub(observed) + _add_finalizer(service)
@@ -143,7 +139,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
         steps += _create(observed, decided, now)
     if may_act:
         steps += Steps(actions=rolling.actions)
-    steps += load_claimed(observed, members, stored, now)
+    steps += load_claimed(observed, members, records.readable, now)
     steps += Steps(events=wait_events(service.status, decided.pool_wait))
     # After what is urgent, and before the children: a name that is taken there must not keep it from being stored.
     steps += Steps(actions=create_revision(service, revision, observed.revisions))
@@ -201,7 +197,7 @@ def _assign_update(
         service=service.metadata.name,
         revision=revision,
         create_up_to=rolling.create_up_to if _may_start(observed, members, revision, now) else 0,
-        keep_at_most=desired if rolling.update_wanted is None else min(desired, rolling.update_wanted),
+        keep_at_most=_most_to_keep(observed.service, rolling, desired),
         moves=max(rolling.moves, disruption.replaced_at_once(mine)),
         attempts=service.status.attempts,
         taken_names=observed.taken_names | _names_of_others(observed),
@@ -209,6 +205,18 @@ def _assign_update(
         now=now,
         unhealthy=unhealthy,
     )
+
+
+def _most_to_keep(service: InferenceService, rolling: RolloutStep, desired: int) -> int:
+    """How many replicas of the new revision may stay. While the rollout is held, only a person removes any."""
+    if rolling.is_held and not _is_stopped(service):
+        return max(desired, rolling.update_wanted or 0)
+    return desired if rolling.update_wanted is None else min(desired, rolling.update_wanted)
+
+
+def _is_stopped(service: InferenceService) -> bool:
+    """Whether a person has set the number of replicas to 0."""
+    return service.spec.suspend or service.fixed_replicas == 0
 
 
 def _may_start(observed: Observed, members: Sequence[Member], revision: Revision, now: datetime) -> bool:
@@ -222,15 +230,19 @@ def _may_start(observed: Observed, members: Sequence[Member], revision: Revision
 def _assign_stable(
     observed: Observed,
     members: Sequence[Member],
-    stable: Revision | None,
+    target: Target,
     rolling: RolloutStep,
     unhealthy: str,
     now: datetime,
 ) -> Assignment:
     """Assign the stable revision's slots during a rollout: rebuild lost replicas; the rollout decides which drain."""
+    service, stable = observed.service, target.stable
+    if target.held:  # no replica can be built; the attempts are remembered until one can
+        current = service.status.current_revision
+        attempts = [one for one in service.status.attempts if current == one.revision != target.revision.hash]
+        return Assignment(attempts=tuple(attempts))
     if stable is None:
         return Assignment()
-    service = observed.service
     mine = [member for member in members if member.replica.revision == stable.hash]
     return assign(
         mine,
@@ -303,7 +315,13 @@ def _remove(observed: Observed, decided: Decided, now: datetime, *, may_begin: b
         is_unwanted = member.replica.revision not in assigned
         if member.stage is Stage.DRAINING or (member.stage is Stage.DEAD and is_unwanted):
             leaving[member.replica.uid] = (member, member.replica.drain_reason or "its revision is not wanted any more")
-    if may_begin:
+    if decided.target.held:
+        if _is_stopped(observed.service):
+            for member in decided.members:
+                leaving.setdefault(member.replica.uid, (member, "the service is scaled to zero"))
+        for member, reason in disruption.ending_with_node(decided.members, _drain_rules(observed.service), now):
+            leaving.setdefault(member.replica.uid, (member, reason))
+    elif may_begin:
         without_surge = rollout.may_leave_without_surge(
             decided.members,
             desired=decided.desired,

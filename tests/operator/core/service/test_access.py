@@ -137,7 +137,7 @@ def test_status_names_the_way_past_the_gateway_only_where_there_is_one():
 
 def test_a_replica_of_a_stored_revision_is_built_as_closed_as_that_revision_was():
     """Opening a service does not open the replacements of replicas that the rollout has not reached yet."""
-    (closed,) = load_revisions(a_service(), [stored(a_service(**CLOSED))])
+    (closed,) = load_revisions(a_service(), [stored(a_service(**CLOSED))]).readable
     observed = seen(a_service())
 
     assert port_access(observed, closed.apply_to(observed.service), "p").serving_digests

@@ -224,7 +224,7 @@ def test_which_revision_replicas_are_rolled_to(asked, current, failed, annotatio
     keys = {f"{names.GROUP}/{key}": value for key, value in annotations.items()}
     service = service.model_copy(update={"metadata": service.metadata.model_copy(update={"annotations": keys})})
     stored = [Revision(hash, "image", service.spec) for hash in "abc"]
-    target = choose_target(service, Revision(asked, "image", service.spec), stored)
+    target = choose_target(service, Revision(asked, "image", service.spec), stored, {})
     stable = target.stable.hash if target.stable else None
     assert (target.revision.hash, stable, target.failed, target.is_promoted) == expected
 

@@ -49,7 +49,8 @@ def test_a_rollout_holds_whatever_its_strategy(rollout, how):
     assert "RolloutCompleted" not in world.event_reasons()
     stalled = world.condition("Stalled")
     assert (stalled.status.value, stalled.reason) == ("True", "RevisionMissing")
-    assert f"ControllerRevision chat-{old} of the stable revision is missing" in stalled.message
+    fault = "is missing" if how == "deleted" else "cannot be read"
+    assert f"ControllerRevision chat-{old} of the stable revision {fault}" in stalled.message
     assert world.event_reasons().count("RevisionMissing") == 1
     assert world.condition("Ready").status.value == "True", "its replicas serve"
 

@@ -140,7 +140,7 @@ def test_what_is_stored_is_built_again_as_it_was_whatever_the_defaults_and_the_s
     spec = dict(kept.data["spec"]) | {"runtime": dict(kept.data["spec"]["runtime"]) | {"maxNumSeqs": 7}}
     kept = replace(kept, data={"image": "runtime:then", "spec": spec})
 
-    (loaded,) = load_revisions(BASE, [kept])
+    (loaded,) = load_revisions(BASE, [kept]).readable
     assert resolve(BASE, "runtime:now", [loaded]).image == "runtime:then"
 
     edited_since = edited(
@@ -157,14 +157,16 @@ def test_what_is_stored_is_built_again_as_it_was_whatever_the_defaults_and_the_s
 
 @pytest.mark.capability("OP-13")
 def test_a_stored_revision_comes_back_byte_for_byte():
-    (loaded,) = load_revisions(BASE, [stored(BASE)])
+    (loaded,) = load_revisions(BASE, [stored(BASE)]).readable
     assert loaded.apply_to(BASE).spec == BASE.spec
     assert create_revision(BASE, loaded, [stored(BASE)]) == ()
 
 
 def test_what_cannot_be_read_or_belongs_to_another_service_is_not_taken_for_stored():
     broken = replace(stored(BASE), data={"image": "i", "spec": {"model": 3}})
-    assert load_revisions(BASE, [broken, replace(stored(BASE), data={}), stored(BASE, owner_uid="another")]) == ()
+    assert (
+        load_revisions(BASE, [broken, replace(stored(BASE), data={}), stored(BASE, owner_uid="another")]).readable == ()
+    )
 
 
 def test_the_store_forgets_what_status_forgets_but_nothing_that_has_pods():

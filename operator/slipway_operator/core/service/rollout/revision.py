@@ -12,7 +12,7 @@ exists. It is never changed; its name is made of the hash.
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
@@ -141,51 +141,53 @@ def _upgraded_to(text: str, service: InferenceService) -> str:
     return ""
 
 
-def load_revisions(service: InferenceService, stored: Iterable[StoredRevision]) -> tuple[Revision, ...]:
-    """The revisions whose pods can be built again. One that cannot be read counts as not stored."""
-    loaded = []
+@dataclass(frozen=True, slots=True)
+class Records:
+    """The ControllerRevisions of a service."""
+
+    readable: tuple[Revision, ...] = ()
+    """The revisions whose pods can be built again."""
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+    """Hash -> why the record cannot be followed: an unknown value, or a field that is missing."""
+
+
+def load_revisions(service: InferenceService, stored: Iterable[StoredRevision]) -> Records:
+    """Read the records that the service controls. An unknown value makes a record unreadable; unknown fields do not."""
+    loaded, unreadable = list[Revision](), dict[str, str]()
     for one in stored:
         if one.owner_uid != service.metadata.uid:
             continue
         try:
             spec = InferenceServiceSpec.model_validate(one.data.get("spec"))
-        except ValidationError:
+        except ValidationError as exc:
+            unreadable[one.hash] = _first_fault(exc)
             continue
         loaded.append(Revision(one.hash, str(one.data.get("image", "")), spec))
-    return tuple(loaded)
+    return Records(tuple(loaded), unreadable)
 
 
-def describe_missing_stable(service: InferenceService, asked: Revision, stored: Sequence[Revision]) -> str:
-    """Why the rollout to `asked` is held: the record of the revision that serves is not there to be judged against.
+def record_name(service: InferenceService, hash: str) -> str:
+    """The name of the ControllerRevision that stores a revision."""
+    return f"{service.metadata.name}-{hash}"
 
-    Empty if nothing is missing, if nothing has served yet, or if a person chose a revision by an annotation.
-    """
-    status, annotations = service.status, service.metadata.annotations
-    current, hashes = status.current_revision, {one.hash for one in stored}
-    if current in {"", asked.hash} | hashes or not any(one.hash == current and one.served for one in status.revisions):
-        return ""
-    promoted = annotations.get(names.ANNOTATION_PROMOTE) == asked.hash
-    if promoted or annotations.get(names.ANNOTATION_ROLLBACK_TO, "") in hashes:
-        return ""
-    name = service.metadata.name
-    return (
-        f"ControllerRevision {name}-{current} of the stable revision is missing or cannot be read by this operator, so "
-        f"the rollout to {asked.hash} is held: it could be neither compared nor rolled back. Restore the record, set "
-        f"the spec back to that revision, or accept the new one untested: kubectl annotate infsvc {name} "
-        f"-n {service.metadata.namespace} {names.ANNOTATION_PROMOTE}={asked.hash}"
-    )
+
+def _first_fault(exc: ValidationError) -> str:
+    """`spec.rollout.strategy: Input should be …`"""
+    first = exc.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(('spec', *map(str, first['loc'])))}: {first['msg']}"[:200]
 
 
 def create_revision(
     service: InferenceService, revision: Revision, stored: Sequence[StoredRevision]
 ) -> tuple[CreateRevision, ...]:
-    """Store the revision that the spec asks for, before its first pod."""
-    if revision.spec is not None:
+    """Store the revision that the spec asks for, before its first pod. A record that is there is never changed."""
+    has_record = any(one.owner_uid == service.metadata.uid and one.hash == revision.hash for one in stored)
+    if revision.spec is not None or has_record:
         return ()
     spec = apply_profile(service.spec).model_dump(
         mode="json", by_alias=True, exclude_none=True, include=_INPUTS, exclude=_NOT_INPUTS
     )
-    name = f"{service.metadata.name}-{revision.hash}"
+    name = record_name(service, revision.hash)
     manifest = {
         "apiVersion": "apps/v1",
         "kind": "ControllerRevision",

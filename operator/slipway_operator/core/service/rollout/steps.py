@@ -55,6 +55,7 @@ class RolloutStep:
     weights: Mapping[str, int] = field(default_factory=dict)  # percent of the traffic by revision, 100 in all
     update_wanted: int | None = None  # replicas of the new revision that should exist; None: all that are desired
     may_empty: bool = False  # the last ready replicas may drain, too (strategy Recreate)
+    is_held: bool = False  # a record is missing: no replica leaves for another, or because fewer are desired
 
 
 def step(
@@ -199,6 +200,23 @@ def paused_step(step: RolloutStep, members: Sequence[Member], revisions: Revisio
     new_live = {one.replica.slot for one in members if one.is_live and one.replica.revision == revisions.update}
     limit = min(step.create_up_to, len(new_live))
     return replace(step, create_up_to=limit, update_wanted=len(new_live), leaving=(), may_empty=False)
+
+
+def held_step(step: RolloutStep, members: Sequence[Member], revisions: Revisions, *, has_begun: bool) -> RolloutStep:
+    """The step of a rollout that may not continue: no replica leaves, and none is started that was not there before."""
+    live = {one.replica.slot for one in members if one.is_live and one.replica.revision == revisions.update}
+    most = max(len(live), step.update_wanted or 0) if has_begun else len(live)
+    return replace(
+        step,
+        is_rolling=True,
+        is_held=True,
+        create_up_to=min(step.create_up_to, most),
+        update_wanted=most,
+        moves=0,
+        leaving=(),
+        serves_instead=False,
+        may_empty=False,
+    )
 
 
 def warm_at(members: Sequence[Member], revisions: Revisions, limits: RollingUpdate, now: datetime) -> datetime | None:

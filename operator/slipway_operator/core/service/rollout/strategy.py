@@ -55,6 +55,8 @@ def decide_rollout(
         stable=observed.service.status.current_revision or target.revision.hash,
         is_stored=target.stable is not None,
     )
+    if target.held:
+        return _hold(observed, members, target, between, desired, now)
     if target.stable is None or target.is_rollback:
         return _roll_without_tests(observed, members, target, between, desired)
     return _roll_with_tests(observed, members, target, between, desired, now)
@@ -152,6 +154,39 @@ def _roll_with_tests(
             progress = replace(progress, again_at=earliest(progress.again_at, warm_at))
     progress = replace(progress, events=(*events, *progress.events))
     return Rolling(step=step, progress=progress, failed_revision=failed, actions=gate.actions)
+
+
+def _hold(
+    observed: Observed, members: Sequence[Member], target: Target, between: Revisions, desired: int, now: datetime
+) -> Rolling:
+    """Keep step, replicas and weights as status has them, and open no gate: a record of a revision is missing.
+
+    Lost replicas of the new revision are started again up to their number at the recorded step. Only a revision that
+    has failed, or is not ready, loses its traffic, to the stable replicas that are left.
+    """
+    spec, status = observed.service.spec.rollout, observed.service.status
+    is_same = status.update_revision == target.asked.hash
+    recorded = status.canary if is_same else None
+    was = find_condition(status.conditions, ConditionType.CANARY_HEALTHY) if is_same else None
+    progress = Progress(
+        status=recorded,
+        condition=(was.status, Reason(was.reason), was.message) if was else None,
+        holds="a record of a revision is missing",
+    )
+    before = recorded or CanaryStatus()
+    gate = GateState(is_passed=not is_gated(spec.gates) or before.gate == GATE_PASSED)
+    if between.update == between.stable:
+        step = _common_step(observed, members, between, desired)
+    else:
+        step = _step_of(observed, members, target, between, before, progress, desired, gate, now)
+    step = rollout.held_step(step, members, between, has_begun=recorded is not None)
+    weights = dict.fromkeys(step.weights, 0) | {one.hash: one.weight for one in status.revisions}
+    if target.failed == target.asked.hash:
+        step = replace(step, weights=rollout.returned_weights(members, weights, target=between.stable))
+    elif not weights.get(between.update):  # also a rolling update gives a new revision no first requests
+        trusted = [one for one in members if one.replica.revision != between.update]
+        step = replace(step, weights=rollout.weights(trusted, sorted(weights), current=between.stable))
+    return Rolling(step=step, progress=progress, failed_revision=target.failed)
 
 
 def paused_by(service: InferenceService) -> str:

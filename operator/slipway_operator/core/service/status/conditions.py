@@ -238,6 +238,8 @@ def _revisions(observed: Observed, decided: Decided, current: str) -> tuple[Revi
 def _served_name(service: InferenceService, decided: Decided) -> str:
     """What clients send as `model`: a changed name is valid from the first request on that it may get."""
     update, stable = decided.revision, decided.stable
+    if decided.target.held and service.status.served_name:
+        return service.status.served_name  # the stable revision's name is in the missing record
     gets_traffic = decided.ready_of(update.hash) and decided.rollout.weights.get(update.hash, 0)
     if stable and decided.ready_of(stable.hash) and not gets_traffic:
         return stable.apply_to(service).served_name
@@ -278,7 +280,8 @@ def _conditions(
     if service.status.update_revision != decided.target.asked.hash:
         conditions = remove_condition(conditions, ConditionType.RECONCILING)  # another rollout: a new deadline
     problems = find_problems(observed, decided.members, decided.revision, decided.assignment.attempts, now=now)
-    stalled = problems.stalled or _past_deadline(observed, decided, problems, now)
+    held = (Reason.REVISION_MISSING, decided.target.held) if decided.target.held else None
+    stalled = held or problems.stalled or _past_deadline(observed, decided, problems, now)
 
     def write(type: ConditionType, status: ConditionStatus | bool, reason: Reason, message: str) -> None:
         nonlocal conditions

@@ -1,7 +1,7 @@
-"""Builds the status of a service that is left as it is: its spec, or its stable revision, cannot be read.
+"""Builds the status of a service whose stored spec cannot be read.
 
-Its replicas continue to serve. Counts follow them; everything that an earlier pass decided stays, so that a corrected
-spec continues from there.
+Its replicas stay as they are and serve on. Counts follow them; everything that an earlier pass decided stays, so that
+a corrected spec continues from there.
 """
 
 from collections.abc import Sequence
@@ -19,17 +19,7 @@ ADVICE: Final = "correct it; until then its replicas are left as they are"
 
 
 def invalid_status(observed: Observed, members: Sequence[Member], now: datetime) -> InferenceServiceStatus:
-    """The status of a service whose spec cannot be read."""
-    return held_status(observed, members, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}", now)
-
-
-def held_status(
-    observed: Observed, members: Sequence[Member], why: Reason, sentence: str, now: datetime
-) -> InferenceServiceStatus:
-    """The previous status with the present counts, and Stalled for this reason.
-
-    Ready is False for the same reason. With a missing revision and ready replicas it stays: their spec is valid.
-    """
+    """The status before, with Stalled and Ready=False for the same reason, and with the present counts."""
     service, before = observed.service, observed.service.status
     ready = sum(member.is_ready for member in members)
     conditions = before.conditions
@@ -44,12 +34,11 @@ def held_status(
             conditions, type, status, reason.value, message[:4096], generation=generation, now=now
         )
 
-    if why is Reason.INVALID_SPEC or not ready:
-        write(ConditionType.READY, False, why, sentence)
-    write(ConditionType.STALLED, True, why, sentence)
+    write(ConditionType.READY, False, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}")
+    write(ConditionType.STALLED, True, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}")
     write(ConditionType.ROUTE_READY, *route_condition(observed, ready))
     if not ready:
-        unserved = f"no replica is ready, and none is started: {sentence}"
+        unserved = "no replica is ready, and none is started until the spec is valid"
         write(ConditionType.WORKLOAD_AVAILABLE, False, Reason.NO_READY_REPLICAS, unserved)
     return before.model_copy(
         update={
