@@ -27,7 +27,7 @@ def test_a_step_of_decode_moves_weights_and_keys_once_and_little_beside(rows, co
     scores = 4 * 151_936 * rows  # which sampling reads and writes some times
     assert weights + keys < planned.nbytes < 1.1 * (weights + keys) + 8 * scores
     assert 0.3 < planned.share < 1.0
-    assert planned.launches < 13 < planned.kernels
+    assert planned.launches <= 13 < planned.kernels
     assert planned.copies == 3, "inputs, filters, samples"
 
 

@@ -146,17 +146,25 @@ def test_the_built_in_roles_reach_all_three_kinds_but_not_their_status(platform,
 
 
 @pytest.mark.capability("PL-9", "SE-3")
-def test_the_operator_of_one_namespace_may_nothing_in_another(platform):
+def test_the_operator_of_one_namespace_may_only_release_finalizers_in_another(platform):
+    """It keeps the right to read and patch the two kinds with a finalizer after its Role went with the namespace.
+
+    review/operator-users.md 2. RBAC cannot limit that right to a namespace (ADR 126).
+    """
     operator = f"{ACCOUNT}operator"
     needs = [("list", kind) for kind in KINDS]
     needs += [("patch", "inferenceservices.slipway.dev/status"), ("create", "pods"), ("create", "events.events.k8s.io")]
 
     assert [one for one in needs if not can(platform, operator, *one, NAMESPACE)] == []
-    assert [one for one in needs if can(platform, operator, *one, "default")] == []
+    held = {"inferenceservices.slipway.dev", "loraadapters.slipway.dev"}
+    assert {one for one in needs if can(platform, operator, *one, "default")} == {("list", kind) for kind in held}
+    assert [kind for kind in held if not can(platform, operator, "patch", kind, "default")] == []
+    for verb in ("create", "delete", "update"):
+        assert [kind for kind in held if can(platform, operator, verb, kind, "default")] == []
     listed = platform.kubectl("get", "infsvc", "-n", NAMESPACE, f"--as={operator}", "-o", "name")
     assert listed == ""
     with pytest.raises(CommandError, match="forbidden"):
-        platform.kubectl("get", "infsvc", "--all-namespaces", f"--as={operator}")
+        platform.kubectl("get", "warmpools", "--all-namespaces", f"--as={operator}")
 
 
 @pytest.mark.capability("PL-3")

@@ -10,6 +10,7 @@ import openai
 import pytest
 import yaml
 
+from slipway_api.admin_token import serving_token, token_digest
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.gateway import Gateway
 from slipway_gateway.picker.endpoints import Endpoint, Service
@@ -21,6 +22,8 @@ from tests.runtime.server.serving import a_replica
 
 pytestmark = pytest.mark.timeout(180)
 
+GATEWAY_KEY = b"the gateway's key"
+DIGEST = token_digest(serving_token(GATEWAY_KEY, "team", "chat"))  # by which the replica knows its gateway
 FLOOD, ADMITTED, MODEST = 60, 24, 6  # requests: of the flooding tenant, within its limit, of the other tenant
 ROWS, TOKENS = 4, 8
 
@@ -34,13 +37,15 @@ async def a_gateway_with_two_tenants(url: str, folder: Path) -> AsyncIterator[Ga
     for tenant in tenants:
         (folder / "keys" / tenant["name"]).write_text(digest_of(f"sk-{tenant['name']}"))
     (folder / "tenants.yaml").write_text(yaml.safe_dump({"tenants": tenants}))
+    (folder / "gateway").mkdir()
+    (folder / "gateway" / "current").write_bytes(GATEWAY_KEY)
     settings = GatewaySettings(
         host="127.0.0.1", port=0, admin_port=0, propagation_seconds=0,
-        tenants_file=folder / "tenants.yaml", keys_directory=folder / "keys",
+        tenants_file=folder / "tenants.yaml", keys_directory=folder / "keys", key_directory=folder / "gateway",
     )  # fmt: skip
     fleet = Fleet()
     fleet.set_service("team/chat", Service("team/chat", MODEL))
-    fleet.set_endpoint("team/p", Endpoint("team/p", "team/chat", "rev1", url))
+    fleet.set_endpoint("team/p", Endpoint("team/p", "team/chat", "rev1", url, token_digests=(DIGEST,)))
     async with Gateway(settings, fleet) as gateway:
         yield gateway
 
@@ -48,7 +53,7 @@ async def a_gateway_with_two_tenants(url: str, folder: Path) -> AsyncIterator[Ga
 @pytest.mark.capability("MT-1", "RG-6", "BS-6", "OP-14")
 async def test_a_flooding_tenants_excess_is_refused_and_another_tenant_keeps_its_share_of_the_steps(tmp_path: Path):
     async with (
-        a_replica(max_num_seqs=ROWS) as replica,
+        a_replica(max_num_seqs=ROWS, gateway_token_digests=(DIGEST,)) as replica,
         a_gateway_with_two_tenants(replica.url, tmp_path) as gateway,
         openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{gateway.port}/v1", api_key="sk-fox", max_retries=0) as fox,
         fox.with_options(api_key="sk-hen") as hen,

@@ -40,8 +40,12 @@ def test_what_does_not_fit_is_told_in_a_word_that_crosses_from_the_engines_proce
         assert termination_message("hf://org/large", error) == "DoesNotFit: weights 14 GiB exceed 8 GiB"
 
 
-def test_any_other_refusal_is_told_as_what_it_is(tmp_path: Path):
-    assert why_not("s3://bucket/x", tmp_path).startswith("cannot serve s3://bucket/x: ")
+def test_a_source_that_does_not_answer_is_named_with_its_host(tmp_path: Path):
+    message = why_not("s3://bucket/x", tmp_path)
+    assert message.startswith("HubUnreachable: s3://bucket/x does not answer: 127.0.0.1:9: the connection is refused")
+
+
+def test_any_other_refusal_is_told_as_what_it_is():
     assert (
         termination_message("file:///x", FileNotFoundError("no config.json"))
         == "cannot serve file:///x: no config.json"

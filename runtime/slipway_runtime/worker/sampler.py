@@ -61,9 +61,10 @@ class Sampler:
     def __call__(self, logits: Tensor, row_ids: Ints, positions: Ints, masks: Masks = lambda: None) -> PendingSamples:
         """Sample one token per row of logits. logits: (D, V), overwritten; `positions` of `row_ids` get the tokens."""
         rows = self._rows
-        largest = logits.amax(dim=-1)  # NaN if any logit of the row is NaN
         if rows.plain[row_ids].all():
-            return _without_logprobs(logits.argmax(dim=-1), largest)
+            largest, tokens = logits.max(dim=-1)  # NaN is the largest
+            return _without_logprobs(tokens, largest)
+        largest = logits.amax(dim=-1)
         if (bound := rows.bound[row_ids]).any():
             apply_masks(logits, masks(), bound, row_ids, self._eos, self._kernels)
         asked = np.flatnonzero(rows.logprobs[row_ids] >= 0)

@@ -97,7 +97,8 @@ def test_greedy_text_is_that_of_one_process_with_chunks_drafts_preemptions_and_p
     whole = an_engine(tmp_path, blocks=14, seqs=6, budget=32)
     assert engine.facts.num_blocks == whole.facts.num_blocks == 14
     assert engine.facts.bytes_per_token == whole.facts.bytes_per_token
-    assert engine.facts.weight_bytes == whole.facts.weight_bytes, "no rank has what another one has"
+    # No rank has what another one has; each pads its own panels, by as much as the processor's kernels need.
+    assert whole.facts.weight_bytes <= engine.facts.weight_bytes < 1.1 * whole.facts.weight_bytes
 
     assert_speaks_as(engine, model)
     os.kill(rank, signal.SIGSTOP)

@@ -94,25 +94,26 @@ def test_a_step_of_decode_sends_some_numbers_a_row_and_no_table(name):
     assert sent <= ROWS * BYTES_OF_A_ROW
 
 
-# Launches of the host for two layers; those beyond a graph score and sample.
+# Launches of the host for two layers; those beyond a graph score and sample. The largest logits, which show whether a
+# row is finite, cost one more: they travel with the tokens.
 BOUNDS = {
-    "prefill": 30,
-    "mixed": 34,
-    "verify": 35,
-    "decode 256": 30,
-    "deterministic": 91,
-    "deterministic, 256 rows": 55,
-    "deterministic, 256 rows, recorded": 9,
-    "verify, 256 rows": 35,
-    "rank 0 of 2": 47,
-    "rank 0 of 2, recorded": 12,
-    "decode 256 recorded, AWQ weights": 6,
-    "decode 256 recorded, GPTQ weights": 6,
-    "decode 256 recorded": 10,
-    "decode 256 recorded, int8 weights": 6,
-    "decode 256 recorded, fp8 weights": 6,
-    "decode 256 recorded, int8 KV": 6,
-    "decode 256 recorded, fp8 KV": 6,
+    "prefill": 31,
+    "mixed": 35,
+    "verify": 36,
+    "decode 256": 31,
+    "deterministic": 92,
+    "deterministic, 256 rows": 56,
+    "deterministic, 256 rows, recorded": 10,
+    "verify, 256 rows": 36,
+    "rank 0 of 2": 49,
+    "rank 0 of 2, recorded": 14,
+    "decode 256 recorded, AWQ weights": 7,
+    "decode 256 recorded, GPTQ weights": 7,
+    "decode 256 recorded": 12,
+    "decode 256 recorded, int8 weights": 7,
+    "decode 256 recorded, fp8 weights": 7,
+    "decode 256 recorded, int8 KV": 7,
+    "decode 256 recorded, fp8 KV": 7,
 }
 
 
@@ -150,7 +151,7 @@ def test_a_recorded_step_is_one_graph_and_what_samples():
     assert record.count("graph") == 1
     print(record.summary())
     assert record.names()["_decode"] == 2, "both layers are within the graph"
-    assert record.count("kernel") <= 10
+    assert record.count("kernel") <= 12
     sent = sum(one.nbytes for one in record.operations if one.kind == "upload")
     assert sent <= ROWS * 100, "no block tables, no tokens: rows, positions, slots, lengths, and what sampling takes"
 
@@ -239,8 +240,8 @@ def test_decode_steps_of_several_ranks_are_one_graph_with_its_sums():
 @pytest.mark.parametrize(
     ("name", "recorded", "launches"),
     [
-        ("verify", "verify recorded", 5),
-        ("mixed, small", "mixed, small, recorded", 7),
+        ("verify", "verify recorded", 6),
+        ("mixed, small", "mixed, small, recorded", 8),
         ("rank 1 of 2, mixed", "rank 1 of 2, mixed, recorded", 6),
     ],
 )
@@ -282,7 +283,7 @@ def test_the_host_sends_a_recorded_step_twelve_bytes_for_each_block_that_a_table
     record = run_step("decode 256 recorded, tables grow")
     assert (record.count("graph"), record.count("upload")) == (1, 2)
     assert sorted(one.nbytes for one in record.operations if one.kind == "upload") == [12 * ROWS, 28 * ROWS]
-    assert record.count("kernel") <= 7
+    assert record.count("kernel") <= 8
 
 
 @pytest.mark.capability("KN-8")

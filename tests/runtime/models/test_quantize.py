@@ -46,6 +46,7 @@ def test_packed_weights_multiply_as_plain_ones(shape, torch_alone):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="oneDNN packs bfloat16 on processors with AVX-512")
 def test_packed_bfloat16_multiplies_as_plain_one(shape):
     weight = a_matrix(*shape).bfloat16()
     packed = OneDnnPacked(weight)

@@ -92,6 +92,8 @@ def test_codes_stay_codes_where_the_machine_multiplies_them(tmp_path):
         "gptq, in the order of activations": (Int4,),
         "awq": (Int4,),
     }
+    if not DynamicInt8.works_here():  # it multiplies no bytes: their codes become numbers
+        del kept["int8, W8A8"]
     for name, kinds in kept.items():
         a_quantized_checkpoint(tmp_path / name, *FORMATS[name])
         bench = Bench(tmp_path / name, makers=MatmulMakers(matmul_maker("none", deterministic=False, device=CPU)))

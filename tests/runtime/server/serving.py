@@ -170,6 +170,7 @@ async def a_replica(
     defaults: SamplingDefaults | None = None,
     token_digests: tuple[str, ...] = (),
     serving_token_digests: tuple[str, ...] = (),
+    gateway_token_digests: tuple[str, ...] = (token_digest(GATEWAY_TOKEN),),
     max_output_tokens: int = 0,
     max_body_bytes: int = 2**20,
     max_open_requests: int = 64,
@@ -205,7 +206,7 @@ async def a_replica(
         max_open_body_bytes=max_open_body_bytes,
         adapter_endpoints=adapter_endpoints,
         token_digests=serving_token_digests,
-        gateway_token_digests=(token_digest(GATEWAY_TOKEN),),
+        gateway_token_digests=gateway_token_digests,
     )
     await client.start()
     try:

@@ -120,7 +120,7 @@ async def replica(checkpoint: Path) -> AsyncIterator[Running]:
 async def test_an_unknown_field_is_ignored_named_and_counted(replica: Running, stream: bool):
     extra = {"a_field_of_tomorrow": "SECRET", "SECRET words": 1, "store": True}
     answer = await replica.chat(stream=stream, **extra)
-    page = (await replica.http.get(f"{replica.url}/metrics")).text
+    page = (await replica.admin("/metrics")).text
 
     assert answer.status_code == 200
     assert answer.headers["x-slipway-ignored"] == "a_field_of_tomorrow, *, store"
