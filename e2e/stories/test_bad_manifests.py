@@ -69,7 +69,7 @@ def test_a_request_that_cannot_be_scheduled_says_so_and_stays_one_pod(clean: Sli
 
     ready = wait_for(
         "the condition names the GPUs",
-        lambda: (c := clean.condition("huge", "Ready")) and c["reason"] == "WaitingForGPU" and c,
+        lambda: (c := clean.condition("huge", "Ready")) and c["reason"] == "NoSuitableNode" and c,
         timeout=60,
     )
 
@@ -92,4 +92,4 @@ def test_an_image_that_cannot_be_pulled_is_one_reason_and_one_warning_through_ev
 
     assert {(reason, stalled) for reason, _, stalled in seen} == {("ImagePullFailed", "ImagePullFailed")}
     assert len(seen) == 1, seen
-    assert len(clean.notes("steady", "ReplicaUnhealthy")) == 1
+    assert len(clean.notes("steady", "ImagePullFailed")) == 1

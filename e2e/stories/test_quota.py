@@ -64,7 +64,7 @@ def test_a_quota_stops_the_second_replica_says_so_and_it_comes_when_the_quota_is
         assert WHAT_TO_DO in stalled["message"]
         checks.wait_serving(clean, "within", count=3)
         clean.wait_condition("within", "Ready", "True", "Degraded")  # one of two
-        notes = clean.notes("within", "ScalingLimited")
+        notes = clean.notes("within", "QuotaExceeded")
         assert any("exceeded quota: gpus" in note and WHAT_TO_DO in note for note in notes), notes
 
         before = refused_creations(clean, began)
