@@ -50,7 +50,7 @@ test-unit: setup ## tests that need no cluster
 	$(PYTEST) -n 2 --dist worksteal -m 'not apiserver and not cluster and not gpu and not kernels'
 
 test-apiserver: chart-check ## the chart, and tests against the real kube-apiserver
-	$(PYTEST) -m apiserver
+	$(PYTEST) -n 2 --dist loadfile -m apiserver
 
 test-cluster: cluster-binary ## the local cluster's own tests and the short user stories
 	$(PYTEST) -m 'cluster and not full' tests e2e/stories

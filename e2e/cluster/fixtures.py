@@ -3,6 +3,7 @@
 Nothing heavy is imported until a test asks for one of them.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,7 +47,8 @@ def _free_folder(name: str) -> Path:
     """The first folder of this kind in which no other session runs a cluster."""
     from e2e.cluster.launcher_lock import is_locked
 
-    folders = [cluster_folder(f"{name}-{index}") for index in range(SESSIONS)]
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")  # two workers of one session must not choose the same folder
+    folders = [cluster_folder(f"{name}{worker and '-' + worker}-{index}") for index in range(SESSIONS)]
     free = next((folder for folder in folders if not is_locked(folder)), None)
     if free is None:
         pytest.fail(f"{SESSIONS} test sessions of this checkout run a cluster already", pytrace=False)
