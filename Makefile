@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 UV_VERSION := 0.13.9
+# The folders whose tests start no engine.
+FAST_TESTS := $(addprefix tests/,api kube operator gateway cli docs gitops runtime/scheduling runtime/storage)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 # Given as an argument (`make e2e KUBECONFIG=…`), never taken from the environment.
@@ -48,6 +50,10 @@ test: preflight setup ## all tests: unit, real API server, short user stories on
 
 test-unit: setup ## tests that need no cluster
 	$(PYTEST) -n 2 --dist worksteal -m 'not apiserver and not cluster and not gpu and not kernels'
+
+test-fast: setup ## lint, and the tests of pure code in a few minutes: a first verdict while you work
+	$(BIN)/ruff check .
+	$(PYTEST) -n 2 --dist worksteal -m 'not apiserver and not cluster and not gpu and not kernels' $(FAST_TESTS)
 
 test-apiserver: chart-check ## the chart, and tests against the real kube-apiserver
 	$(PYTEST) -n 2 --dist loadfile -m apiserver
