@@ -16,7 +16,7 @@ ifneq ($(origin KUBECONFIG),command line)
   override KUBECONFIG :=
 endif
 
-.PHONY: help preflight setup cluster-binary demo test test-unit test-apiserver test-cluster kernels check chart-check images-check format generate e2e e2e-kind chaos bench bench-gpu up down clean
+.PHONY: help preflight setup cluster-binary demo test test-unit test-fast test-apiserver test-cluster kernels check chart-check images-check format generate e2e e2e-kind chaos bench bench-gpu up down clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
