@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 UV_VERSION := 0.13.9
 # The folders whose tests start no engine.
 FAST_TESTS := $(addprefix tests/,api kube operator gateway cli docs gitops runtime/scheduling runtime/storage)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=25 --durations-min=5
 
 # Given as an argument (`make e2e KUBECONFIG=…`), never taken from the environment.
 ifneq ($(origin KUBECONFIG),command line)
