@@ -72,6 +72,7 @@ class Reason(StrEnum):
     UNSCHEDULABLE = "Unschedulable"
     # RouteReady
     ROUTED = "Routed"
+    CANNOT_START = "CannotStart"
     NO_GATEWAY = "NoGateway"
     NAME_CONFLICT = "NameConflict"
     # Suspended

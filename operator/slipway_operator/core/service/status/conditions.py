@@ -62,7 +62,8 @@ from slipway_operator.core.service.rollout.target import Target
 from slipway_operator.core.service.route import answers_nobody, name_conflict, route_condition
 from slipway_operator.core.service.status.accounting import NOT_ACCOUNTED, Accounting
 from slipway_operator.core.service.status.performance import measure_performance
-from slipway_operator.core.service.status.problems import Problems, find_problems
+from slipway_operator.core.service.status.problems import Problems, find_problems, find_start_obstacle
+from slipway_operator.core.service.status.refusals import is_transient
 from slipway_operator.core.service.status.scaling_status import autoscaling_status, scaling_condition
 from slipway_operator.core.words import count
 
@@ -305,8 +306,8 @@ def _conditions(
         Reason.AVAILABLE if enough else (Reason.DEGRADED if ready else Reason.NO_READY_REPLICAS),
         problems.summarize(ready, decided.desired),
     )
-    hindrance = stalled[1] if stalled and decided.desired else ""
-    write(ConditionType.ROUTE_READY, *route_condition(observed, ready, hindrance))
+    cause = stalled[1] if stalled and _cannot_start(observed, decided) else ""
+    write(ConditionType.ROUTE_READY, *route_condition(observed, ready, cause))
 
     if stalled:
         write(ConditionType.STALLED, True, *stalled)
@@ -353,6 +354,23 @@ def _conditions(
     else:
         conditions = remove_condition(conditions, ConditionType.GATEWAY_ONLY)
     return conditions
+
+
+def _cannot_start(observed: Observed, decided: Decided) -> bool:
+    """Whether the cause in Stalled keeps every replica from starting, so that a request would wait in vain.
+
+    Not if a replica of another revision starts, if only a child of another kind is refused, or if nothing was tried at
+    zero: then a waiting request makes the operator try.
+    """
+    others = [one for one in decided.members if one.replica.revision != decided.revision.hash]
+    if decided.stable_assignment.creations or any(one.is_live and not one.stage.is_broken for one in others):
+        return False
+    if not decided.desired:
+        return decided.target.held != "" or find_start_obstacle(observed, decided.revision) is not None
+    refused = [one for one in observed.failures if not is_transient(one)]
+    starts = any(one.is_live and not one.stage.is_broken for one in decided.members)
+    is_replica = any(one.action.startswith(("CreatePod", "ClaimPod", "CreateRevision")) for one in refused)
+    return (is_replica and not starts) or not refused
 
 
 def _keeps_canary_condition(service: InferenceService, decided: Decided) -> bool:

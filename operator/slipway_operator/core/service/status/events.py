@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from slipway_api.conditions import Condition, ConditionStatus, ConditionType, EventReason, Reason, find_condition
 from slipway_api.inference_status import InferenceServiceStatus
 from slipway_api.names import STATE_DRAINING
-from slipway_api.vocabulary import STALLED_MEANINGS
+from slipway_api.vocabulary import STALLED_CAUSES
 from slipway_operator.core.actions import Event
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed, Replica
@@ -152,7 +152,7 @@ def _since_claim(replica: Replica) -> str:
 
 
 _WARNINGS = {
-    **{(ConditionType.STALLED, reason): EventReason(reason.value) for reason in STALLED_MEANINGS},
+    **{(ConditionType.STALLED, reason): EventReason(reason.value) for reason in STALLED_CAUSES},
     (ConditionType.ROUTE_READY, Reason.NAME_CONFLICT): EventReason.NAME_CONFLICT,
     (ConditionType.ROUTE_READY, Reason.NO_GATEWAY): EventReason.NO_GATEWAY,
     (ConditionType.READY, Reason.WAITING_FOR_GPU): EventReason.WAITING_FOR_GPU,

@@ -153,11 +153,8 @@ def find_stall_cause(
     observed: Observed, members: Sequence[Member], revision: Revision, attempts: Sequence[AttemptStatus]
 ) -> tuple[Reason, str] | None:
     """Finds what keeps the wanted revision from serving until a person acts; asked while no replica of it serves."""
-    wanted = revision.apply_to(observed.service).spec
-    if refusal := find_refusal(wanted, observed.defaults):
-        return Reason.CACHE_NOT_PERMITTED, f"no replica is started: {refusal}"
-    if isinstance(fit := check_fit(revision.apply_to(observed.service).spec), DoesNotFit):
-        return Reason.DOES_NOT_FIT, f"no replica is started: {fit.message}"
+    if (obstacle := find_start_obstacle(observed, revision)) is not None:
+        return obstacle
     if (refused := find_refusal_cause(observed, num_ready=0)) is not None:
         return refused
     told = _told_of_revision(observed, revision)
@@ -175,6 +172,16 @@ def find_stall_cause(
     failing = max(attempts, key=lambda status: status.failures, default=None)
     if failing is not None and failing.failures >= until:
         return Reason.CRASH_LOOPING, _describe_failed_slot(failing)
+    return None
+
+
+def find_start_obstacle(observed: Observed, revision: Revision) -> tuple[Reason, str] | None:
+    """Finds why the operator itself starts no replica of this revision, without trying."""
+    wanted = revision.apply_to(observed.service).spec
+    if refusal := find_refusal(wanted, observed.defaults):
+        return Reason.CACHE_NOT_PERMITTED, f"no replica is started: {refusal}"
+    if isinstance(fit := check_fit(wanted), DoesNotFit):
+        return Reason.DOES_NOT_FIT, f"no replica is started: {fit.message}"
     return None
 
 
