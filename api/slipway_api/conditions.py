@@ -57,6 +57,7 @@ class Reason(StrEnum):
     INTERNAL_ERROR = "InternalError"
     REFUSED = "Refused"
     NO_SUITABLE_NODE = "NoSuitableNode"
+    MOUNT_FAILED = "MountFailed"
     HUB_UNREACHABLE = "HubUnreachable"
     CRASH_LOOPING = "CrashLooping"
     # Ready=True, and WorkloadAvailable
@@ -142,6 +143,7 @@ class EventReason(StrEnum):
     QUOTA_EXCEEDED = "QuotaExceeded"
     REFUSED = "Refused"
     NO_SUITABLE_NODE = "NoSuitableNode"
+    MOUNT_FAILED = "MountFailed"
     HUB_UNREACHABLE = "HubUnreachable"
     CRASH_LOOPING = "CrashLooping"
     NO_GATEWAY = "NoGateway"

@@ -75,6 +75,11 @@ STALLED_CAUSES: Final = {
         Helper.AUTHOR,
         "Request fewer GPUs or another product, or add such a node.",
     ),
+    Reason.MOUNT_FAILED: Cause(
+        "A Secret, ConfigMap or key that a volume names does not exist; the message has the kubelet's sentence.",
+        Helper.AUTHOR,
+        "Create the object or key that the message names, or correct the volume in the spec.",
+    ),
     Reason.NAME_CONFLICT: Cause(
         "Another object has the served name, or another owner has the name of a child.",
         Helper.OTHER_OWNER,
@@ -97,7 +102,7 @@ _STALLED_EVENTS: Final = (
     *(Reason.DOES_NOT_FIT, Reason.CACHE_NOT_PERMITTED, Reason.IMAGE_PULL_FAILED, Reason.MODEL_NOT_FOUND),
     *(Reason.CREDENTIALS_INVALID, Reason.QUOTA_EXCEEDED, Reason.REFUSED, Reason.CRASH_LOOPING),
     Reason.REVISION_MISSING,
-    *(Reason.NO_SUITABLE_NODE, Reason.HUB_UNREACHABLE),
+    *(Reason.NO_SUITABLE_NODE, Reason.HUB_UNREACHABLE, Reason.MOUNT_FAILED),
 )
 
 _CAUSES: Final[dict[ConditionType, tuple[tuple[ConditionStatus, Reason, Cause], ...]]] = {
@@ -118,6 +123,15 @@ _CAUSES: Final[dict[ConditionType, tuple[tuple[ConditionStatus, Reason, Cause], 
         *((_FALSE, reason, cause) for reason, cause in STALLED_CAUSES.items()),
         (_UNKNOWN, Reason.INTERNAL_ERROR, INTERNAL_ERROR),
         (_UNKNOWN, Reason.LOADING, Cause("Replicas start for the first time.")),
+        (
+            _UNKNOWN,
+            Reason.MOUNT_FAILED,
+            Cause(
+                "The kubelet cannot mount a volume of a replica yet; the message has its sentence.",
+                Helper.CLUSTER,
+                "Read the events of the pod with kubectl describe pod; the kubelet tries again.",
+            ),
+        ),
         (_UNKNOWN, Reason.DOWNLOADING_MODEL, Cause("A replica downloads the model to its node.")),
         (
             _UNKNOWN,

@@ -137,7 +137,7 @@ class WaitingRoom:
             del self._services[service]
 
     def _places(self, service: str, adapter: str, running: int) -> int:
-        """How many more held requests may be sent. All, if the service is gone, suspended or stalled: they are refused."""
+        """How many more held requests may be sent. All, if it is gone, suspended or stalled: they are refused."""
         facts = self._table.services.get(service)
         if facts is None or facts.is_suspended or facts.stalled or (adapter and self._table.adapter(adapter) is None):
             return MOST

@@ -14,6 +14,7 @@ of decisions but never live numbers. What it tells of autoscaling is in `scaling
 | none           | > 0     | it was available before               | False NoReadyReplicas                |
 | none           | > 0     | no node has a free GPU                | Unknown WaitingForGPU                |
 | none           | > 0     | no node takes it for another cause    | Unknown Unschedulable                |
+| none           | > 0     | a volume cannot be mounted            | Unknown MountFailed                  |
 | none           | > 0     | a replica brings the model            | Unknown DownloadingModel             |
 | none           | > 0     | it loads for the first time           | Unknown Loading                      |
 """
@@ -403,8 +404,8 @@ def _readiness(
     served = was is not None and was.status is ConditionStatus.TRUE and was.reason != Reason.SCALED_TO_ZERO
     if served or (was is not None and was.reason in (Reason.NO_READY_REPLICAS, Reason.NAME_CONFLICT)):
         return ConditionStatus.FALSE, Reason.NO_READY_REPLICAS, sentence
-    if problems.waits_for_node is not None:
-        return ConditionStatus.UNKNOWN, problems.waits_for_node, sentence
+    if problems.waits_for is not None:
+        return ConditionStatus.UNKNOWN, problems.waits_for, sentence
     return ConditionStatus.UNKNOWN, Reason.DOWNLOADING_MODEL if problems.downloads else Reason.LOADING, sentence
 
 

@@ -157,6 +157,7 @@ _WARNINGS = {
     (ConditionType.ROUTE_READY, Reason.NO_GATEWAY): EventReason.NO_GATEWAY,
     (ConditionType.READY, Reason.WAITING_FOR_GPU): EventReason.WAITING_FOR_GPU,
     (ConditionType.READY, Reason.UNSCHEDULABLE): EventReason.UNSCHEDULABLE,
+    (ConditionType.READY, Reason.MOUNT_FAILED): EventReason.MOUNT_FAILED,
     (ConditionType.CANARY_HEALTHY, Reason.INCONCLUSIVE): EventReason.CANARY_INCONCLUSIVE,
     (ConditionType.CANARY_HEALTHY, Reason.ROLLED_BACK): EventReason.CANARY_ROLLED_BACK,
     (ConditionType.SCALING_ACTIVE, Reason.METRICS_STALE): EventReason.METRICS_STALE,
@@ -181,6 +182,8 @@ def find_warnings(before: InferenceServiceStatus, after: InferenceServiceStatus)
             continue
         if reason is Reason.METRICS_MISSING and condition.status is ConditionStatus.UNKNOWN:
             continue  # nothing is ready yet: there is nothing to measure, and nothing wrong
+        if type is ConditionType.READY and condition.status is ConditionStatus.FALSE:
+            continue  # Stalled has the same reason, and its event
         events.append(Event(reason=warning, action="Report", message=condition.message))
     return events
 
