@@ -392,6 +392,8 @@ def _readiness(
 ) -> tuple[ConditionStatus, Reason, str]:
     """Condition Ready, by the table in the module's docstring."""
     sentence = problems.summarize(ready, decided.desired)
+    if decided.pool_wait and ready < decided.desired:
+        sentence += f"; {decided.pool_wait}"
     if decided.desired == 0:
         return ConditionStatus.TRUE, Reason.SCALED_TO_ZERO, SUSPENDED if is_suspended else _why_none(decided)
     if ready >= decided.desired:
