@@ -3,6 +3,7 @@
 from enum import StrEnum
 from typing import Final
 
+from slipway_api.causes import Cause, Helper, Row, condition_table
 from slipway_api.conditions import ConditionStatus
 
 _TRUE, _FALSE, _UNKNOWN = ConditionStatus.TRUE, ConditionStatus.FALSE, ConditionStatus.UNKNOWN
@@ -27,6 +28,7 @@ class AdapterReason(StrEnum):
     RESOLVED = "Resolved"
     NO_READY_PODS = "NoReadyPods"
     BASE_NOT_FOUND = "BaseNotFound"
+    REFUSED = "Refused"
     BASE_SCALED_TO_ZERO = "BaseScaledToZero"
     DOWNLOAD_FAILED = "DownloadFailed"
     DIGEST_MISMATCH = "DigestMismatch"
@@ -65,54 +67,93 @@ FINAL_REASONS: Final = frozenset(
     }
 )
 
-FAILURE_MEANINGS: Final = {
-    AdapterReason.DOWNLOAD_FAILED: "The files cannot be had from spec.source.uri.",
-    AdapterReason.DIGEST_MISMATCH: "The files have another digest than spec.source.digest.",
-    AdapterReason.CREDENTIALS_INVALID: "The Secret is missing or may not be read, or the source refuses it.",
-    AdapterReason.RANK_TOO_LARGE: "The adapter's rank is above spec.runtime.lora.maxRank of the base.",
-    AdapterReason.CAPACITY_EXCEEDED: "The base has no room for adapters, or none of this size.",
-    AdapterReason.ENGINE_REJECTED: "The engine refuses the adapter, or a request for it failed.",
+FAILURE_CAUSES: Final = {
+    AdapterReason.DOWNLOAD_FAILED: Cause(
+        "The files cannot be had from spec.source.uri.",
+        Helper.AUTHOR,
+        "Check spec.source.uri, and the network of the nodes.",
+    ),
+    AdapterReason.DIGEST_MISMATCH: Cause(
+        "The files have another digest than spec.source.digest.",
+        Helper.AUTHOR,
+        "Correct spec.source.digest, or restore the files.",
+    ),
+    AdapterReason.CREDENTIALS_INVALID: Cause(
+        "The Secret is missing or may not be read, or the source refuses it.",
+        Helper.AUTHOR,
+        "Create the Secret of spec.source.credentialsSecretRef with a key that the source accepts.",
+    ),
+    AdapterReason.RANK_TOO_LARGE: Cause(
+        "The adapter's rank is above spec.runtime.lora.maxRank of the base.",
+        Helper.AUTHOR,
+        "Raise spec.runtime.lora.maxRank of the InferenceService.",
+    ),
+    AdapterReason.CAPACITY_EXCEEDED: Cause(
+        "The base has no room for adapters, or none of this size.",
+        Helper.AUTHOR,
+        "Set or raise spec.runtime.lora of the InferenceService.",
+    ),
+    AdapterReason.ENGINE_REJECTED: Cause(
+        "The engine refuses the adapter, or a request for it failed.",
+        Helper.AUTHOR,
+        "Correct the files as the message says: the adapter has to fit its base.",
+    ),
+}
+BASE_NOT_FOUND: Final = Cause(
+    "There is no InferenceService of the name in spec.baseRef.",
+    Helper.AUTHOR,
+    "Create the InferenceService, or correct spec.baseRef.name.",
+)
+NAME_CONFLICT: Final = Cause(
+    "An older adapter or service has the name.", Helper.OTHER_OWNER, "Give one of the two objects another name."
+)
+REFUSED: Final = Cause(
+    "The API server refuses a write for this adapter; the message has its sentence.",
+    Helper.CLUSTER,
+    "Grant the right, or change the policy or webhook that the message names.",
+)
+
+# Stalled=True has one of these.
+STALLED_CAUSES: Final = {
+    AdapterReason.NAME_CONFLICT: NAME_CONFLICT,
+    AdapterReason.BASE_NOT_FOUND: BASE_NOT_FOUND,
+    AdapterReason.REFUSED: REFUSED,
+    **FAILURE_CAUSES,
 }
 
-_MEANINGS: Final = {
+_SOURCE_REASONS: Final = (
+    AdapterReason.DOWNLOAD_FAILED,
+    AdapterReason.DIGEST_MISMATCH,
+    AdapterReason.CREDENTIALS_INVALID,
+)
+
+_CAUSES: Final[dict[AdapterCondition, tuple[tuple[ConditionStatus, AdapterReason, Cause], ...]]] = {
     AdapterCondition.READY: (
-        (_TRUE, AdapterReason.LOADED, "Every chosen replica answers requests for it."),
-        (_TRUE, AdapterReason.PARTIALLY_LOADED, "Some chosen replicas answer requests for it."),
-        (_TRUE, AdapterReason.BASE_SCALED_TO_ZERO, "The base has no replicas now; the next ones load it."),
-        (_TRUE, AdapterReason.ON_DEMAND, "No replica has it now; the next request for it loads it."),
-        (_UNKNOWN, AdapterReason.LOADING, "Replicas load it for the first time."),
-        (_FALSE, AdapterReason.NO_READY_PODS, "No replica of the base is ready."),
-        (_FALSE, AdapterReason.BASE_NOT_FOUND, "There is no InferenceService of the name in spec.baseRef."),
-        (_FALSE, AdapterReason.NAME_CONFLICT, "An older adapter or service has the name."),
-        *((_FALSE, reason, meaning) for reason, meaning in FAILURE_MEANINGS.items()),
+        (_TRUE, AdapterReason.LOADED, Cause("Every chosen replica answers requests for it.")),
+        (_TRUE, AdapterReason.PARTIALLY_LOADED, Cause("Some chosen replicas answer requests for it.")),
+        (_TRUE, AdapterReason.BASE_SCALED_TO_ZERO, Cause("The base has no replicas now; the next ones load it.")),
+        (_TRUE, AdapterReason.ON_DEMAND, Cause("No replica has it now; the next request for it loads it.")),
+        (_UNKNOWN, AdapterReason.LOADING, Cause("Replicas load it for the first time.")),
+        (_FALSE, AdapterReason.NO_READY_PODS, Cause("No replica of the base is ready.")),
+        *((_FALSE, reason, cause) for reason, cause in STALLED_CAUSES.items()),
     ),
-    AdapterCondition.STALLED: (
-        (_TRUE, AdapterReason.NAME_CONFLICT, "An older adapter or service has the name."),
-        *((_TRUE, reason, meaning) for reason, meaning in FAILURE_MEANINGS.items()),
-    ),
-    AdapterCondition.RECONCILING: ((_TRUE, AdapterReason.LOADING, "Replicas load it, or drop it."),),
+    AdapterCondition.STALLED: tuple((_TRUE, reason, cause) for reason, cause in STALLED_CAUSES.items()),
+    AdapterCondition.RECONCILING: ((_TRUE, AdapterReason.LOADING, Cause("Replicas load it, or drop it.")),),
     AdapterCondition.SOURCE_RESOLVED: (
-        (_TRUE, AdapterReason.RESOLVED, "A replica has the files; status.resolvedDigest names them."),
-        (_UNKNOWN, AdapterReason.LOADING, "No replica has fetched the files yet."),
-        *(
-            (_FALSE, reason, FAILURE_MEANINGS[reason])
-            for reason in (
-                AdapterReason.DOWNLOAD_FAILED,
-                AdapterReason.DIGEST_MISMATCH,
-                AdapterReason.CREDENTIALS_INVALID,
-            )
-        ),
+        (_TRUE, AdapterReason.RESOLVED, Cause("A replica has the files; status.resolvedDigest names them.")),
+        (_UNKNOWN, AdapterReason.LOADING, Cause("No replica has fetched the files yet.")),
+        *((_FALSE, reason, FAILURE_CAUSES[reason]) for reason in _SOURCE_REASONS),
     ),
     AdapterCondition.LOADED: (
-        (_TRUE, AdapterReason.LOADED, "As many replicas have it as spec.placement asks for."),
-        (_FALSE, AdapterReason.PARTIALLY_LOADED, "Some replicas that should have it do not."),
-        (_FALSE, AdapterReason.LOADING, "No replica has it yet."),
-        (_FALSE, AdapterReason.NO_READY_PODS, "No replica of the base is ready."),
-        (_FALSE, AdapterReason.ON_DEMAND, "No replica has it now; the next request for it loads it."),
+        (_TRUE, AdapterReason.LOADED, Cause("As many replicas have it as spec.placement asks for.")),
+        (_FALSE, AdapterReason.PARTIALLY_LOADED, Cause("Some replicas that should have it do not.")),
+        (_FALSE, AdapterReason.LOADING, Cause("No replica has it yet.")),
+        (_FALSE, AdapterReason.NO_READY_PODS, Cause("No replica of the base is ready.")),
+        (_FALSE, AdapterReason.ON_DEMAND, Cause("No replica has it now; the next request for it loads it.")),
     ),
 }
 
-CONDITIONS: Final = tuple((type, *row) for type, rows in _MEANINGS.items() for row in rows)
+CONDITIONS: Final = tuple(Row(type, *row) for type, rows in _CAUSES.items() for row in rows)
 
 EVENTS: Final = {
     AdapterEvent.ADAPTER_DOWNLOADED: "The first replica has fetched its files; their size, rank and digest.",
@@ -133,9 +174,7 @@ def vocabulary_section() -> str:
             "",
             "Reconciling and Stalled are present only while they are True (kstatus). The message names the cause.",
             "",
-            "| condition | status | reason | meaning |",
-            "|---|---|---|---|",
-            *(f"| {kind} | {status} | {reason} | {meaning} |" for kind, status, reason, meaning in CONDITIONS),
+            *condition_table(CONDITIONS),
             "",
             "## Events",
             "",

@@ -57,6 +57,7 @@ class Reason(StrEnum):
     INTERNAL_ERROR = "InternalError"
     REFUSED = "Refused"
     NO_SUITABLE_NODE = "NoSuitableNode"
+    MOUNT_FAILED = "MountFailed"
     HUB_UNREACHABLE = "HubUnreachable"
     CRASH_LOOPING = "CrashLooping"
     # Ready=True, and WorkloadAvailable
@@ -72,6 +73,7 @@ class Reason(StrEnum):
     UNSCHEDULABLE = "Unschedulable"
     # RouteReady
     ROUTED = "Routed"
+    CANNOT_START = "CannotStart"
     NO_GATEWAY = "NoGateway"
     NAME_CONFLICT = "NameConflict"
     # Suspended
@@ -141,6 +143,7 @@ class EventReason(StrEnum):
     QUOTA_EXCEEDED = "QuotaExceeded"
     REFUSED = "Refused"
     NO_SUITABLE_NODE = "NoSuitableNode"
+    MOUNT_FAILED = "MountFailed"
     HUB_UNREACHABLE = "HubUnreachable"
     CRASH_LOOPING = "CrashLooping"
     NO_GATEWAY = "NoGateway"

@@ -1,43 +1,100 @@
-"""Lists every condition, event and limit of an InferenceService with its meaning, for documentation and tests.
+"""Lists every condition, event and limit of an InferenceService with its meaning, who can help, and the remedy.
 
-It lists only reasons that are used: tests compare it and the enums with the reasons that the operator emits.
+The reference page is made from it, and the gateway quotes it to clients of a service that cannot start. It lists only
+reasons that are used: tests compare it and the enums with the reasons that the operator emits.
 """
 
-from typing import Final, NamedTuple
+from typing import Final
 
 from slipway_api.autoscaling import Limit
+from slipway_api.causes import Cause, Helper, Row, condition_table
 from slipway_api.conditions import ConditionStatus, ConditionType, EventReason, Reason
 
 _TRUE, _FALSE, _UNKNOWN = ConditionStatus.TRUE, ConditionStatus.FALSE, ConditionStatus.UNKNOWN
 
-
-class ConditionMeaning(NamedTuple):
-    """What one reason of one condition means."""
-
-    type: ConditionType
-    status: ConditionStatus
-    reason: Reason
-    meaning: str
-
+INTERNAL_ERROR: Final = Cause(
+    "The operator cannot plan the object, by a fault of its own; its pods are left as they are.",
+    Helper.MAINTAINERS,
+    "Report the error of the message, with the operator's log.",
+)
 
 # Stalled=True with one of these makes Ready=False with the same reason and message while no replica serves.
-INTERNAL_ERROR: Final = "The operator cannot plan the object, by a fault of its own; its pods are left as they are."
-
-STALLED_MEANINGS: Final = {
-    Reason.INVALID_SPEC: "The spec breaks a rule, or the API server or the runtime refuses a value of it.",
-    Reason.DOES_NOT_FIT: "Weights, reserve and one request exceed the memory; the message has the arithmetic.",
-    Reason.CACHE_NOT_PERMITTED: "model.cache.policy Node, but the chart names no folder, or PodSecurity forbids it.",
-    Reason.IMAGE_PULL_FAILED: "The kubelet cannot pull the runtime image.",
-    Reason.MODEL_NOT_FOUND: "There is nothing at spec.model.uri, or its claim does not exist.",
-    Reason.CREDENTIALS_INVALID: "The credentials' Secret or its key is missing, or the source refuses them.",
-    Reason.PROGRESS_DEADLINE_EXCEEDED: "A rollout or first start made no progress for progressDeadlineSeconds.",
-    Reason.QUOTA_EXCEEDED: "A ResourceQuota forbids the pods.",
-    Reason.REFUSED: "RBAC, an admission policy or a webhook forbids a write; an administrator of the cluster can help.",
-    Reason.HUB_UNREACHABLE: "The source of the model does not answer; the message has the host and the cause.",
-    Reason.NO_SUITABLE_NODE: "No node has so many GPUs, or of this product, used or free; the message names both.",
-    Reason.NAME_CONFLICT: "Another object has the served name, or another owner has the name of a child.",
-    Reason.CRASH_LOOPING: "Replicas end again and again; it holds until one is ready or the spec changes.",
-    Reason.REVISION_MISSING: "The ControllerRevision of a revision is missing or unreadable: the rollout is held.",
+STALLED_CAUSES: Final = {
+    Reason.INVALID_SPEC: Cause(
+        "The spec breaks a rule, or the API server or the runtime refuses a value of it.",
+        Helper.AUTHOR,
+        "Correct the field that the message names.",
+    ),
+    Reason.DOES_NOT_FIT: Cause(
+        "Weights, reserve and one request exceed the memory; the message has the arithmetic.",
+        Helper.AUTHOR,
+        "Use more or larger GPUs, a quantized model, or a lower spec.runtime.maxModelLen.",
+    ),
+    Reason.CACHE_NOT_PERMITTED: Cause(
+        "model.cache.policy Node, but the chart names no folder, or PodSecurity forbids it.",
+        Helper.INSTALLATION,
+        "Set modelCache.nodePath of the chart and allow hostPath in the namespace, or set another cache policy.",
+    ),
+    Reason.IMAGE_PULL_FAILED: Cause(
+        "The kubelet cannot pull the runtime image.",
+        Helper.AUTHOR,
+        "Check spec.runtime.image and imagePullSecrets.",
+    ),
+    Reason.MODEL_NOT_FOUND: Cause(
+        "There is nothing at spec.model.uri, or its claim does not exist.",
+        Helper.AUTHOR,
+        "Correct spec.model.uri, or create the claim that it names.",
+    ),
+    Reason.CREDENTIALS_INVALID: Cause(
+        "The credentials' Secret or its key is missing, or the source refuses them.",
+        Helper.AUTHOR,
+        "Create the Secret of spec.model.credentialsSecretRef with a key that the source accepts.",
+    ),
+    Reason.PROGRESS_DEADLINE_EXCEEDED: Cause(
+        "A rollout or first start made no progress for progressDeadlineSeconds.",
+        Helper.AUTHOR,
+        "Remove the cause in the message, or set the spec back to the previous revision.",
+    ),
+    Reason.QUOTA_EXCEEDED: Cause(
+        "A ResourceQuota forbids the pods.",
+        Helper.QUOTA_OWNER,
+        "Raise the quota, or lower spec.resources or the number of replicas.",
+    ),
+    Reason.REFUSED: Cause(
+        "RBAC, an admission policy or a webhook forbids a write; an administrator of the cluster can help.",
+        Helper.CLUSTER,
+        "Grant the right, or change the policy or webhook that the message names.",
+    ),
+    Reason.HUB_UNREACHABLE: Cause(
+        "The source of the model does not answer; the message has the host and the cause.",
+        Helper.CLUSTER,
+        "Check the network of the nodes, spec.model.network and spec.model.uri.",
+    ),
+    Reason.NO_SUITABLE_NODE: Cause(
+        "No node has so many GPUs, or of this product, used or free; the message names both.",
+        Helper.AUTHOR,
+        "Request fewer GPUs or another product, or add such a node.",
+    ),
+    Reason.MOUNT_FAILED: Cause(
+        "A Secret, ConfigMap or key that a volume names does not exist; the message has the kubelet's sentence.",
+        Helper.AUTHOR,
+        "Create the object or key that the message names, or correct the volume in the spec.",
+    ),
+    Reason.NAME_CONFLICT: Cause(
+        "Another object has the served name, or another owner has the name of a child.",
+        Helper.OTHER_OWNER,
+        "Rename one of the two objects.",
+    ),
+    Reason.CRASH_LOOPING: Cause(
+        "Replicas end again and again; it holds until one is ready or the spec changes.",
+        Helper.AUTHOR,
+        "Read the end of the logs of the replica with kubectl logs --previous.",
+    ),
+    Reason.REVISION_MISSING: Cause(
+        "The ControllerRevision of a revision is missing or unreadable: the rollout is held.",
+        Helper.AUTHOR,
+        "Restore the record, set the spec back, or accept the new revision with slipway.dev/promote.",
+    ),
 }
 
 # Reasons of Stalled whose event has no other meaning: one word in the condition, in the event, and in an alert.
@@ -45,97 +102,255 @@ _STALLED_EVENTS: Final = (
     *(Reason.DOES_NOT_FIT, Reason.CACHE_NOT_PERMITTED, Reason.IMAGE_PULL_FAILED, Reason.MODEL_NOT_FOUND),
     *(Reason.CREDENTIALS_INVALID, Reason.QUOTA_EXCEEDED, Reason.REFUSED, Reason.CRASH_LOOPING),
     Reason.REVISION_MISSING,
-    *(Reason.NO_SUITABLE_NODE, Reason.HUB_UNREACHABLE),
+    *(Reason.NO_SUITABLE_NODE, Reason.HUB_UNREACHABLE, Reason.MOUNT_FAILED),
 )
 
-_MEANINGS: Final = {
+_CAUSES: Final[dict[ConditionType, tuple[tuple[ConditionStatus, Reason, Cause], ...]]] = {
     ConditionType.READY: (
-        (_TRUE, Reason.AVAILABLE, "All desired replicas take requests."),
-        (_TRUE, Reason.NAME_CONFLICT, "All take requests; only to some tenants the served name is this service's."),
-        (_TRUE, Reason.DEGRADED, "Fewer replicas than desired take requests."),
-        (_TRUE, Reason.SCALED_TO_ZERO, "No replicas are asked for: by the spec, or because no requests come."),
-        (_FALSE, Reason.NO_READY_REPLICAS, "It served before, and no replica does."),
-        *((_FALSE, reason, meaning) for reason, meaning in STALLED_MEANINGS.items()),
+        (_TRUE, Reason.AVAILABLE, Cause("All desired replicas take requests.")),
+        (
+            _TRUE,
+            Reason.NAME_CONFLICT,
+            Cause(
+                "All take requests; only to some tenants the served name is this service's.",
+                Helper.OTHER_OWNER,
+                "Set another spec.model.servedName, or rename the older object.",
+            ),
+        ),
+        (_TRUE, Reason.DEGRADED, Cause("Fewer replicas than desired take requests.")),
+        (_TRUE, Reason.SCALED_TO_ZERO, Cause("No replicas are requested: by the spec, or because no requests come.")),
+        (_FALSE, Reason.NO_READY_REPLICAS, Cause("It served before, and no replica does.")),
+        *((_FALSE, reason, cause) for reason, cause in STALLED_CAUSES.items()),
         (_UNKNOWN, Reason.INTERNAL_ERROR, INTERNAL_ERROR),
-        (_UNKNOWN, Reason.LOADING, "Replicas start for the first time."),
-        (_UNKNOWN, Reason.DOWNLOADING_MODEL, "A replica downloads the model to its node."),
-        (_UNKNOWN, Reason.WAITING_FOR_GPU, "No node has a free GPU for a replica."),
+        (_UNKNOWN, Reason.LOADING, Cause("Replicas start for the first time.")),
+        (
+            _UNKNOWN,
+            Reason.MOUNT_FAILED,
+            Cause(
+                "The kubelet cannot mount a volume of a replica yet; the message has its sentence.",
+                Helper.CLUSTER,
+                "Read the events of the pod with kubectl describe pod; the kubelet tries again.",
+            ),
+        ),
+        (_UNKNOWN, Reason.DOWNLOADING_MODEL, Cause("A replica downloads the model to its node.")),
+        (
+            _UNKNOWN,
+            Reason.WAITING_FOR_GPU,
+            Cause("No node has a free GPU for a replica.", Helper.CLUSTER, "Free a GPU, or add a node with one."),
+        ),
         (
             _UNKNOWN,
             Reason.UNSCHEDULABLE,
-            "No node takes a replica; the cause is not GPUs but taints, labels or volumes.",
+            Cause(
+                "No node takes a replica; the cause is not GPUs but taints, labels or volumes.",
+                Helper.AUTHOR,
+                "Change what the scheduler's sentence in the message names: tolerations, nodeSelector or a claim.",
+            ),
         ),
     ),
     ConditionType.STALLED: (
-        *((_TRUE, reason, meaning) for reason, meaning in STALLED_MEANINGS.items()),
+        *((_TRUE, reason, cause) for reason, cause in STALLED_CAUSES.items()),
         (_TRUE, Reason.INTERNAL_ERROR, INTERNAL_ERROR),
     ),
     ConditionType.RECONCILING: (
-        (_TRUE, Reason.SCALING_UP, "Replicas that are wanted do not serve yet."),
-        (_TRUE, Reason.ROLLING_OUT, "A revision replaces the one before it."),
+        (_TRUE, Reason.SCALING_UP, Cause("Desired replicas do not serve yet.")),
+        (_TRUE, Reason.ROLLING_OUT, Cause("A revision replaces the previous one.")),
     ),
     ConditionType.WORKLOAD_AVAILABLE: (
-        (_TRUE, Reason.AVAILABLE, "All desired replicas are ready."),
-        (_FALSE, Reason.DEGRADED, "Some desired replicas are not ready."),
-        (_FALSE, Reason.NO_READY_REPLICAS, "No replica is ready."),
+        (_TRUE, Reason.AVAILABLE, Cause("All desired replicas are ready.")),
+        (_FALSE, Reason.DEGRADED, Cause("Some desired replicas are not ready.")),
+        (_FALSE, Reason.NO_READY_REPLICAS, Cause("No replica is ready.")),
     ),
     ConditionType.ROUTE_READY: (
-        (_TRUE, Reason.ROUTED, "The gateway serves it under its served name."),
-        (_FALSE, Reason.NO_READY_REPLICAS, "There is no replica to route to."),
-        (_FALSE, Reason.NO_GATEWAY, "No gateway answers the operator; the message has the command to see why."),
-        (_FALSE, Reason.NAME_CONFLICT, "Another object, or another namespace, has the served name."),
+        (_TRUE, Reason.ROUTED, Cause("The gateway serves it under its served name.")),
+        (_FALSE, Reason.NO_READY_REPLICAS, Cause("There is no replica to route to.")),
+        (
+            _FALSE,
+            Reason.CANNOT_START,
+            Cause(
+                "No replica can start, for the cause in Stalled: the gateway refuses requests immediately.",
+                Helper.AUTHOR,
+                "Remove the cause in Stalled, whose row names who can help.",
+            ),
+        ),
+        (
+            _FALSE,
+            Reason.NO_GATEWAY,
+            Cause(
+                "No gateway answers the operator, so no client reaches the service.",
+                Helper.INSTALLATION,
+                "Run the command in the message, and start the gateways again.",
+            ),
+        ),
+        (
+            _FALSE,
+            Reason.NAME_CONFLICT,
+            Cause(
+                "Another object, or another namespace, has the served name.",
+                Helper.OTHER_OWNER,
+                "Set another spec.model.servedName, or rename the other object.",
+            ),
+        ),
     ),
     ConditionType.SCALING_ACTIVE: (
-        (_TRUE, Reason.METRICS_FRESH, "All ready replicas report their load."),
-        (_TRUE, Reason.METRICS_STALE, "Some ready replicas do not report their load."),
-        (_TRUE, Reason.LIMITED_BY_MAX, "More than maxReplicas replicas would be wanted."),
-        (_TRUE, Reason.LIMITED_BY_BUDGET, "More GPUs than budget.maxGPUs would be wanted."),
-        (_TRUE, Reason.LIMITED_BY_CAPACITY, "More would be wanted, but the last replicas found no node or no quota."),
-        (_TRUE, Reason.EXTERNAL, "spec.replicas decides, written through /scale."),
-        (_TRUE, Reason.ADVISORY, "Slipway says what it would do, and changes nothing."),
-        (_FALSE, Reason.PAUSED, "The present number stays until autoscaling.mode is another one."),
+        (_TRUE, Reason.METRICS_FRESH, Cause("All ready replicas report their load.")),
+        (
+            _TRUE,
+            Reason.METRICS_STALE,
+            Cause(
+                "Some ready replicas do not report their load.",
+                Helper.CLUSTER,
+                "Check the network between the operator and port 8001 of the replicas.",
+            ),
+        ),
+        (
+            _TRUE,
+            Reason.LIMITED_BY_MAX,
+            Cause("The load needs more than maxReplicas replicas.", Helper.AUTHOR, "Raise autoscaling.maxReplicas."),
+        ),
+        (
+            _TRUE,
+            Reason.LIMITED_BY_BUDGET,
+            Cause("The load needs more GPUs than budget.maxGPUs.", Helper.AUTHOR, "Raise budget.maxGPUs."),
+        ),
+        (
+            _TRUE,
+            Reason.LIMITED_BY_CAPACITY,
+            Cause(
+                "The load needs more replicas, but the last ones found no node or no quota.",
+                Helper.CLUSTER,
+                "Add a node, free GPUs, or raise the quota.",
+            ),
+        ),
+        (_TRUE, Reason.EXTERNAL, Cause("spec.replicas decides, written through /scale.")),
+        (_TRUE, Reason.ADVISORY, Cause("Slipway reports the number that it would set, and changes nothing.")),
+        (_FALSE, Reason.PAUSED, Cause("The present number stays until autoscaling.mode is another one.")),
         (
             _FALSE,
             Reason.METRICS_MISSING,
-            "No ready replica reports its load, or at zero replicas no gateway: it stays.",
+            Cause(
+                "No ready replica reports its load, or at zero replicas no gateway: the number stays.",
+                Helper.CLUSTER,
+                "Check the network between the operator, port 8001 of the replicas, and the gateways.",
+            ),
         ),
         (
             _FALSE,
             Reason.KEY_REFUSED,
-            "Ready replicas refuse the operator's token (401).",
+            Cause(
+                "Ready replicas refuse the operator's token (401).",
+                Helper.INSTALLATION,
+                "Restore the Secret slipway-admin-master, or replace the replicas with spec.restartAt.",
+            ),
         ),
-        (_UNKNOWN, Reason.METRICS_MISSING, "No replica is ready: there is no load yet."),
+        (_UNKNOWN, Reason.METRICS_MISSING, Cause("No replica is ready: there is no load yet.")),
     ),
-    ConditionType.SUSPENDED: ((_TRUE, Reason.SUSPENDED, "spec.suspend is true: replicas drain, and none starts."),),
+    ConditionType.SUSPENDED: (
+        (_TRUE, Reason.SUSPENDED, Cause("spec.suspend is true: replicas drain, and none starts.")),
+    ),
     ConditionType.CANARY_HEALTHY: (
-        (_UNKNOWN, Reason.ANALYZING, "A new revision is on its way through gates, steps and analysis."),
-        (_UNKNOWN, Reason.INCONCLUSIVE, "The analysis can tell neither success nor failure: the step holds."),
-        (_TRUE, Reason.PASSED, "The last new revision passed all its steps, or was promoted by hand."),
-        (_FALSE, Reason.FAILED, "The analysis failed, fewer times than failureLimit so far."),
-        (_FALSE, Reason.ROLLED_BACK, "The revision that the spec asks for was rolled back or aborted; why."),
+        (_UNKNOWN, Reason.ANALYZING, Cause("A new revision is on its way through gates, steps and analysis.")),
+        (
+            _UNKNOWN,
+            Reason.INCONCLUSIVE,
+            Cause("The analysis can tell neither success nor failure yet: the step holds."),
+        ),
+        (_TRUE, Reason.PASSED, Cause("The last new revision passed all its steps, or a person promoted it.")),
+        (
+            _FALSE,
+            Reason.FAILED,
+            Cause(
+                "The analysis failed, fewer times than failureLimit so far.", Helper.AUTHOR, "Nothing yet; or abort."
+            ),
+        ),
+        (
+            _FALSE,
+            Reason.ROLLED_BACK,
+            Cause(
+                "The revision of the spec was rolled back or aborted; why.",
+                Helper.AUTHOR,
+                "Correct the spec, or override with kubectl slipway promote.",
+            ),
+        ),
     ),
     ConditionType.ADAPTERS_READY: (
-        (_TRUE, Reason.ADAPTERS_LOADED, "Every LoRAAdapter of the service answers requests."),
-        (_FALSE, Reason.ADAPTERS_MISSING, "Some LoRAAdapters of the service do not answer."),
+        (_TRUE, Reason.ADAPTERS_LOADED, Cause("Every LoRAAdapter of the service answers requests.")),
+        (
+            _FALSE,
+            Reason.ADAPTERS_MISSING,
+            Cause(
+                "Some LoRAAdapters of the service do not answer.",
+                Helper.AUTHOR,
+                "Read the conditions of the adapters that the message names.",
+            ),
+        ),
     ),
     ConditionType.WITHIN_SLO: (
-        (_TRUE, Reason.WITHIN_LIMITS, "Error budget is left, and the last hour is within the limits of spec.slo."),
-        (_FALSE, Reason.LIMIT_EXCEEDED, "The last hour is above a limit of spec.slo; which, with its numbers."),
-        (_FALSE, Reason.ERROR_BUDGET_BURNING, "An error budget is spent so fast that it will not last; the burn rate."),
-        (_FALSE, Reason.ERROR_BUDGET_EXHAUSTED, "An error budget of the window is spent: new revisions wait."),
-        (_UNKNOWN, Reason.NO_REQUESTS, "No gateway has counted a request in the window."),
+        (
+            _TRUE,
+            Reason.WITHIN_LIMITS,
+            Cause("Error budget is left, and the last hour is within the limits of spec.slo."),
+        ),
+        (
+            _FALSE,
+            Reason.LIMIT_EXCEEDED,
+            Cause(
+                "The last hour is above a limit of spec.slo; which, with its numbers.",
+                Helper.AUTHOR,
+                "Add replicas, or change the limit.",
+            ),
+        ),
+        (
+            _FALSE,
+            Reason.ERROR_BUDGET_BURNING,
+            Cause(
+                "An error budget is spent so fast that it will not last; the burn rate.",
+                Helper.AUTHOR,
+                "Find the errors or slow answers in the metrics that the message names.",
+            ),
+        ),
+        (
+            _FALSE,
+            Reason.ERROR_BUDGET_EXHAUSTED,
+            Cause(
+                "An error budget of the window is spent: new revisions wait.",
+                Helper.AUTHOR,
+                "Promote a revision that is the remedy with kubectl slipway promote, or wait.",
+            ),
+        ),
+        (_UNKNOWN, Reason.NO_REQUESTS, Cause("No gateway has counted a request in the window.")),
     ),
     ConditionType.MODEL_CACHED: (
-        (_TRUE, Reason.CACHED, "With prePull every node that replicas may run on, else every node that has one."),
-        (_FALSE, Reason.CACHING, "Image and model are on their way to some nodes."),
-        (_FALSE, Reason.CACHING_FAILED, "A node could not get the model; why. It is tried again."),
+        (
+            _TRUE,
+            Reason.CACHED,
+            Cause("With prePull every node that replicas may run on, else every node that has one."),
+        ),
+        (_FALSE, Reason.CACHING, Cause("Image and model are on their way to some nodes.")),
+        (
+            _FALSE,
+            Reason.CACHING_FAILED,
+            Cause(
+                "A node could not get the model; why. It is tried again.",
+                Helper.AUTHOR,
+                "Check spec.model.uri and the log of the pull pod.",
+            ),
+        ),
     ),
     ConditionType.GATEWAY_ONLY: (
-        (_FALSE, Reason.OPEN_TO_DIRECT_CALLERS, "Tenants are configured, but replicas answer callers without a key."),
+        (
+            _FALSE,
+            Reason.OPEN_TO_DIRECT_CALLERS,
+            Cause(
+                "Tenants are configured, but replicas answer callers without a key.",
+                Helper.AUTHOR,
+                "Set spec.routing.directAccess to GatewayOnly; this replaces the replicas.",
+            ),
+        ),
     ),
 }
 
-CONDITIONS: Final = tuple(ConditionMeaning(type, *row) for type, rows in _MEANINGS.items() for row in rows)
+CONDITIONS: Final = tuple(Row(type, *row) for type, rows in _CAUSES.items() for row in rows)
 
 EVENTS: Final = {
     EventReason.REPLICA_CREATED: "A pod was created, and for which slot.",
@@ -146,12 +361,12 @@ EVENTS: Final = {
     EventReason.SCALED_DOWN: "Fewer replicas are wanted; the evidence in numbers.",
     EventReason.SCALED_TO_ZERO: "No requests came for idleSeconds, so the last replicas are drained.",
     EventReason.ACTIVATED: "Requests wait for a service without replicas, so it gets some; how many requests.",
-    EventReason.ROLLOUT_STARTED: "A revision begins to replace the one before it.",
+    EventReason.ROLLOUT_STARTED: "A revision starts to replace the previous one.",
     EventReason.CANARY_STEP_COMPLETED: "A step of a canary, or the gates, are passed; how.",
     EventReason.CANARY_PROMOTED: "The new revision has all the traffic.",
     EventReason.CANARY_ANALYSIS_FAILED: "The new revision is worse than the stable one; both numbers.",
     EventReason.CANARY_INCONCLUSIVE: "Too few requests, or too small a difference, for a verdict: the step holds.",
-    EventReason.CANARY_ROLLED_BACK: "All traffic goes back to the revision before; why, with both numbers.",
+    EventReason.CANARY_ROLLED_BACK: "All traffic goes back to the previous revision; why, with both numbers.",
     EventReason.ROLLOUT_COMPLETED: "Only the new revision serves.",
     EventReason.SUSPENDED: "spec.suspend became true: all replicas drain.",
     EventReason.RESUMED: "spec.suspend became false: replicas start again.",
@@ -159,7 +374,7 @@ EVENTS: Final = {
     EventReason.MODEL_CACHED: "All nodes that replicas may run on have the model; how many.",
     EventReason.WARM_POOL_MISS: "The warm pool has no pod for a replica; why, and what happens instead.",
     EventReason.INVALID_SPEC: "The spec breaks a rule.",
-    **{EventReason(reason.value): STALLED_MEANINGS[reason] for reason in _STALLED_EVENTS},
+    **{EventReason(reason.value): STALLED_CAUSES[reason].meaning for reason in _STALLED_EVENTS},
     EventReason.NO_GATEWAY: "No gateway answers the operator: no client reaches the service.",
     EventReason.METRICS_STALE: "Some ready replicas do not report their load.",
     EventReason.KEY_REFUSED: "Ready replicas refuse the operator's token (401): was slipway-admin-master replaced?",
@@ -173,14 +388,14 @@ EVENTS: Final = {
     EventReason.GPU_FAULT: "The server of a replica ended by a fault of its GPU; its successor prefers another node.",
     EventReason.NODE_DRAIN_FORCED: "A node's drain waited for maxNodeDrainBlockSeconds: evictions are allowed.",
     EventReason.DRAIN_TIMED_OUT: "A drain took longer than drain.timeoutSeconds; what was left.",
-    EventReason.INTERNAL_ERROR: INTERNAL_ERROR,
+    EventReason.INTERNAL_ERROR: INTERNAL_ERROR.meaning,
     EventReason.NAME_CONFLICT: "Another owner has the served name, or the name of a replica or of another child.",
     EventReason.ACTIVATION_TIMED_OUT: "Requests waited for the first replica of a service and gave up; how many.",
     EventReason.ACTIVATION_QUEUE_FULL: "Requests were refused while the first replica starts; how many, which limit.",
     EventReason.BUDGET_EXCEEDED: "budget.maxGPUs keeps the number below what is wanted.",
     EventReason.SLO_EXCEEDED: "The last hour is above a limit of spec.slo; which, with its numbers.",
     EventReason.ERROR_BUDGET_BURNING: "An error budget is spent much faster than it lasts; the burn rates.",
-    EventReason.ERROR_BUDGET_EXHAUSTED: "An error budget is spent: new revisions wait, or are promoted by hand.",
+    EventReason.ERROR_BUDGET_EXHAUSTED: "An error budget is spent: new revisions wait, or a person promotes them.",
     EventReason.ADVICE: "A setting or a model is likely to be regretted; in mode Advisory: the number to set.",
     EventReason.PROGRESS_DEADLINE_EXCEEDED: "A rollout or first start made no progress for progressDeadlineSeconds.",
 }
@@ -204,9 +419,7 @@ def vocabulary_section() -> str:
         "",
         "Reconciling, Stalled and Suspended are present only while they are True. The message names the cause.",
         "",
-        "| condition | status | reason | meaning |",
-        "|---|---|---|---|",
-        *(f"| {row.type.value} | {row.status.value} | {row.reason.value} | {row.meaning} |" for row in CONDITIONS),
+        *condition_table(CONDITIONS),
         "",
         "## Events",
         "",

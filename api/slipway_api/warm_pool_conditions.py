@@ -3,7 +3,9 @@
 from enum import StrEnum
 from typing import Final
 
-from slipway_api.conditions import ConditionStatus
+from slipway_api.causes import Cause, Helper, Row, condition_table
+from slipway_api.conditions import ConditionStatus, Reason
+from slipway_api.vocabulary import STALLED_CAUSES as SERVICE_CAUSES
 
 _TRUE, _FALSE, _UNKNOWN = ConditionStatus.TRUE, ConditionStatus.FALSE, ConditionStatus.UNKNOWN
 
@@ -26,6 +28,11 @@ class PoolReason(StrEnum):
     NO_READY_PODS = "NoReadyPods"
     INVALID_SPEC = "InvalidSpec"
     IMAGE_PULL_FAILED = "ImagePullFailed"
+    QUOTA_EXCEEDED = "QuotaExceeded"
+    REFUSED = "Refused"
+    NAME_CONFLICT = "NameConflict"
+    CACHE_NOT_PERMITTED = "CacheNotPermitted"
+    MOUNT_FAILED = "MountFailed"
     WARM_FAILED = "WarmFailed"
     WAITING_FOR_CAPACITY = "WaitingForCapacity"
 
@@ -41,28 +48,64 @@ class PoolEvent(StrEnum):
     WARM_FAILED = "WarmFailed"
     YIELDED_TO_WORKLOAD = "YieldedToWorkload"
     POOL_RESIZED = "PoolResized"
+    INVALID_SPEC = "InvalidSpec"
+    IMAGE_PULL_FAILED = "ImagePullFailed"
+    QUOTA_EXCEEDED = "QuotaExceeded"
+    REFUSED = "Refused"
+    NAME_CONFLICT = "NameConflict"
+    CACHE_NOT_PERMITTED = "CacheNotPermitted"
+    MOUNT_FAILED = "MountFailed"
 
     @property
     def type(self) -> str:
         """`Normal` or `Warning`, the types of events.k8s.io/v1."""
-        return "Warning" if self in (PoolEvent.POOL_EXHAUSTED, PoolEvent.WARM_FAILED) else "Normal"
+        is_warning = self is PoolEvent.POOL_EXHAUSTED or self.value in STALLED_CAUSES
+        return "Warning" if is_warning else "Normal"
 
 
-CONDITIONS: Final = (
-    (PoolCondition.READY, _TRUE, PoolReason.AVAILABLE, "All pods that should wait for a claim do."),
-    (PoolCondition.READY, _TRUE, PoolReason.WARMING, "Some pods wait for a claim, others start."),
-    (PoolCondition.READY, _TRUE, PoolReason.SUSPENDED, "spec.suspend is set, or no pods are asked for."),
-    (PoolCondition.READY, _UNKNOWN, PoolReason.WARMING, "No pod waits for a claim yet; pods start."),
-    (PoolCondition.READY, _FALSE, PoolReason.NO_READY_PODS, "No pod waits for a claim, and none starts."),
-    (PoolCondition.READY, _FALSE, PoolReason.INVALID_SPEC, "As Stalled."),
-    (PoolCondition.READY, _FALSE, PoolReason.IMAGE_PULL_FAILED, "As Stalled."),
-    (PoolCondition.READY, _FALSE, PoolReason.WARM_FAILED, "As Stalled."),
-    (PoolCondition.RECONCILING, _TRUE, PoolReason.WARMING, "Pods that should wait do not yet."),
-    (PoolCondition.RECONCILING, _TRUE, PoolReason.WAITING_FOR_CAPACITY, "No node has room for a pod of the pool."),
-    (PoolCondition.STALLED, _TRUE, PoolReason.INVALID_SPEC, "The spec cannot be followed; what is wrong."),
-    (PoolCondition.STALLED, _TRUE, PoolReason.IMAGE_PULL_FAILED, "The kubelet cannot pull the image."),
-    (PoolCondition.STALLED, _TRUE, PoolReason.WARM_FAILED, "Pods end again and again before they can be claimed."),
-    (PoolCondition.EXHAUSTED, _TRUE, PoolReason.NO_READY_PODS, "Pods were claimed, and none is left."),
+# Stalled=True has one of these; the causes that a pool shares with services have the same words.
+STALLED_CAUSES: Final = {
+    **{
+        PoolReason(reason.value): SERVICE_CAUSES[reason]
+        for reason in (
+            *(Reason.INVALID_SPEC, Reason.QUOTA_EXCEEDED, Reason.REFUSED, Reason.NAME_CONFLICT),
+            *(Reason.CACHE_NOT_PERMITTED, Reason.MOUNT_FAILED),
+        )
+    },
+    PoolReason.IMAGE_PULL_FAILED: Cause(
+        "The kubelet cannot pull the image.", Helper.AUTHOR, "Check spec.image and imagePullSecrets."
+    ),
+    PoolReason.WARM_FAILED: Cause(
+        "Pods end again and again before they can be claimed.",
+        Helper.AUTHOR,
+        "Read the events of the pool and the logs of its pods.",
+    ),
+}
+
+CONDITIONS: Final = tuple(
+    Row(*row)
+    for row in (
+        (PoolCondition.READY, _TRUE, PoolReason.AVAILABLE, Cause("All pods that should wait for a claim do.")),
+        (PoolCondition.READY, _TRUE, PoolReason.WARMING, Cause("Some pods wait for a claim, others start.")),
+        (PoolCondition.READY, _TRUE, PoolReason.SUSPENDED, Cause("spec.suspend is set, or no pods are requested.")),
+        (PoolCondition.READY, _UNKNOWN, PoolReason.WARMING, Cause("No pod waits for a claim yet; pods start.")),
+        (PoolCondition.READY, _FALSE, PoolReason.NO_READY_PODS, Cause("No pod waits for a claim, and none starts.")),
+        *((PoolCondition.READY, _FALSE, reason, cause) for reason, cause in STALLED_CAUSES.items()),
+        (PoolCondition.RECONCILING, _TRUE, PoolReason.WARMING, Cause("Pods that should wait do not yet.")),
+        (
+            PoolCondition.RECONCILING,
+            _TRUE,
+            PoolReason.WAITING_FOR_CAPACITY,
+            Cause("No node has room for a pod of the pool.", Helper.CLUSTER, "Free a GPU, or add a node with one."),
+        ),
+        *((PoolCondition.STALLED, _TRUE, reason, cause) for reason, cause in STALLED_CAUSES.items()),
+        (
+            PoolCondition.EXHAUSTED,
+            _TRUE,
+            PoolReason.NO_READY_PODS,
+            Cause("Pods were claimed, and none is left.", Helper.AUTHOR, "Raise spec.size if this happens often."),
+        ),
+    )
 )
 
 EVENTS: Final = {
@@ -74,6 +117,11 @@ EVENTS: Final = {
     " pool asks for other pods now (in what they differ), or because it has returned and cannot be claimed.",
     PoolEvent.WARM_FAILED: "A pod ended before it could be claimed; why, and when the next one starts.",
     PoolEvent.YIELDED_TO_WORKLOAD: "A waiting pod was deleted, because a replica found no node; which.",
+    **{
+        PoolEvent(reason.value): cause.meaning
+        for reason, cause in STALLED_CAUSES.items()
+        if reason is not PoolReason.WARM_FAILED
+    },
     PoolEvent.POOL_RESIZED: "autosize asks for another number of pods; the evidence in numbers.",
 }
 
@@ -83,9 +131,7 @@ def vocabulary_section() -> str:
     lines = [
         "## Conditions",
         "",
-        "| condition | status | reason | meaning |",
-        "|---|---|---|---|",
-        *(f"| {type.value} | {status.value} | {reason.value} | {text} |" for type, status, reason, text in CONDITIONS),
+        *condition_table(CONDITIONS),
         "",
         "## Events",
         "",

@@ -24,6 +24,7 @@ Refusal
 ├── bad_gateway            502 every replica that was tried broke off
 ├── not_ready              503 no replica can answer now
 ├── suspended              503 the service is suspended
+├── cannot_start           503 no replica can start, or load the adapter, until a person acts
 ├── waiting_room_full      503 as many requests as may wait for a replica do so
 ├── tenants_unreadable     503 the keys and tenants have never been read
 ├── not_synced             503 this gateway has not listed the services yet
@@ -35,6 +36,9 @@ from collections.abc import MutableMapping
 
 from aiohttp import web
 
+from slipway_api.adapter_conditions import STALLED_CAUSES as ADAPTER_CAUSES
+from slipway_api.causes import Cause
+from slipway_api.vocabulary import STALLED_CAUSES
 from slipway_gateway.limits import Denied
 
 ECHO_CHARACTERS = 100  # of a name that a client sent and that we repeat
@@ -53,6 +57,7 @@ class Refusal(Exception):  # noqa: N818  a refusal is an answer, not a mistake
         self.param = param
         self.retry_after = retry_after
         self.closes_connection = False  # another connection may reach another gateway
+        self.is_lasting = False  # no repetition within minutes has another result
 
     def response(self) -> web.Response:
         """The HTTP response."""
@@ -61,6 +66,8 @@ class Refusal(Exception):  # noqa: N818  a refusal is an answer, not a mistake
         if self.retry_after is not None:
             response.headers["Retry-After"] = str(self.retry_after)
             response.headers["retry-after-ms"] = str(self.retry_after * 1000)
+        if self.is_lasting:
+            response.headers["x-should-retry"] = "false"  # read by the clients of OpenAI and Anthropic
         if self.status == 401:
             response.headers["WWW-Authenticate"] = "Bearer"
         if self.status == 415:
@@ -210,6 +217,23 @@ def not_ready(reason: str, retry_after: int = 5) -> Refusal:
 def suspended(service: str) -> Refusal:
     """The service has no replicas until its owner resumes it."""
     return not_ready(f"{service} is suspended", retry_after=60)
+
+
+def cannot_start(model: str, reason: str, *, is_adapter: bool = False) -> Refusal:
+    """No replica can start, or load the adapter, until a person acts; `reason`: of the object's condition Stalled.
+
+    Meaning and remedy are those of the table of conditions. The condition's own message is not sent to clients, because
+    it may name Secrets, nodes and images.
+    """
+    causes: dict[str, Cause] = dict(ADAPTER_CAUSES if is_adapter else STALLED_CAUSES)
+    kind, does = ("LoRAAdapter", "load") if is_adapter else ("InferenceService", "start")
+    parts = [f"No replica can {does} {model}: {reason}."]
+    if (cause := causes.get(reason)) is not None:
+        parts.append(f"{cause.meaning} Remedy, for {cause.helper}: {cause.remedy}")
+    parts.append(f"The condition Stalled of the {kind} has the details.")
+    refusal = Refusal(503, "ServiceUnavailableError", " ".join(parts), retry_after=60)
+    refusal.is_lasting = True
+    return refusal
 
 
 def waiting_room_full(service: str, limit: str, retry_after: int) -> Refusal:

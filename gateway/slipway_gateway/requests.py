@@ -84,7 +84,7 @@ from slipway_gateway.upstream import (
     UpstreamError,
     answers_for_other,
 )
-from slipway_gateway.waiting_room import WaitingRoom
+from slipway_gateway.waiting_room import WaitingRoom, refusal_of_stalled
 
 log = structlog.get_logger()
 
@@ -312,7 +312,9 @@ class Requests:
             if isinstance(endpoint, Endpoint) and record.failures and not self._may_retry(record):
                 endpoint = NoneReady(f"{record.error} at the last of {len(record.failures)} tries")
             if isinstance(endpoint, NoneReady):
-                raise NoAnswer("failed" if record.failures else "refused", self._give_up(endpoint, attempts, record))
+                raise NoAnswer(
+                    "failed" if record.failures else "refused", self._give_up(endpoint, route, attempts, record)
+                )
             record.endpoint, record.revision = endpoint.name, endpoint.revision
             record.matched_tokens = attempts.matched_tokens
             try:
@@ -444,7 +446,9 @@ class Requests:
         self._metrics.retries.labels(record.service, last.value).inc()
         return True
 
-    def _give_up(self, reason: NoneReady, attempts: Attempts, record: RequestState) -> web.Response | Refusal:
+    def _give_up(
+        self, reason: NoneReady, route: Route, attempts: Attempts, record: RequestState
+    ) -> web.Response | Refusal:
         """What the client gets when no replica answers: the last one's answer, or a refusal; with Retry-After."""
         if (answer := attempts.last_answer) is not None:
             record.status, record.finish = answer.status, "refused"
@@ -453,7 +457,8 @@ class Requests:
             return response
         if any(failure.may_be_the_requests_fault for failure in record.failures):
             return bad_gateway(record.error)
-        return not_ready(reason.reason)
+        stalled = refusal_of_stalled(route) if not record.failures and not route.ready else None
+        return stalled or not_ready(reason.reason)
 
     def _refuse(self, refusal: Refusal, record: RequestState) -> web.Response:
         record.status = refusal.status

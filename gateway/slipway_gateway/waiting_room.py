@@ -2,10 +2,11 @@
 
 | service without a ready replica                      | a request                                           |
 |------------------------------------------------------|-----------------------------------------------------|
-| suspended                                            | is refused at once                                  |
+| suspended                                            | is refused immediately                              |
+| no replica can start until a person acts (Stalled)   | is refused immediately, with reason and remedy      |
 | scaled to zero, with `scaleToZero` in mode Active    | waits, within `scaleToZero.activation`              |
 | replicas are desired: they load, restart or moved    | waits, within the gateway's own limits (10 s)       |
-| none is desired                                      | is refused at once                                  |
+| none is desired                                      | is refused immediately                              |
 | has replicas, none with the adapter (mode OnDemand)  | waits, within the same limits, until one loads it   |
 
 When replicas appear, as many requests are released as they run at once (`maxNumSeqs` each), and one more whenever one
@@ -20,7 +21,7 @@ from contextlib import asynccontextmanager
 from typing import Final, Generic, TypeVar
 
 from slipway_gateway.demand import Demand, Held
-from slipway_gateway.errors import not_ready, suspended, waiting_room_full
+from slipway_gateway.errors import Refusal, cannot_start, not_ready, suspended, waiting_room_full
 from slipway_gateway.picker.endpoints import Route, Service, WaitLimits
 from slipway_gateway.resolve import RoutingTable
 
@@ -40,6 +41,15 @@ def wait_limits(service: Service, loading_seconds: float, *, has_base: bool = Fa
         return service.activation
     if (service.desired_replicas > 0 or has_base) and loading_seconds > 0:
         return WaitLimits(LOADING_REQUESTS, LOADING_BYTES, loading_seconds)
+    return None
+
+
+def refusal_of_stalled(route: Route) -> Refusal | None:
+    """The refusal of a request that would wait for a person; None: a replica may come, or load the adapter."""
+    if route.service.stalled:
+        return cannot_start(route.service.served_name, route.service.stalled)
+    if route.adapter is not None and route.adapter.stalled:
+        return cannot_start(route.adapter.name, route.adapter.stalled, is_adapter=True)
     return None
 
 
@@ -127,9 +137,9 @@ class WaitingRoom:
             del self._services[service]
 
     def _places(self, service: str, adapter: str, running: int) -> int:
-        """How many more held requests may be sent. All, when what they want is gone or suspended: they are refused."""
+        """How many more held requests may be sent. All, if it is gone, suspended or stalled: they are refused."""
         facts = self._table.services.get(service)
-        if facts is None or facts.is_suspended or (adapter and self._table.adapter(adapter) is None):
+        if facts is None or facts.is_suspended or facts.stalled or (adapter and self._table.adapter(adapter) is None):
             return MOST
         route = self._table.adapter_route(adapter) if adapter else self._table.route(service)
         return len(route.endpoints) * facts.max_num_seqs - running
@@ -147,6 +157,8 @@ class WaitingRoom:
         service, name = route.service, _queue_of(route)
         if service.is_suspended:
             raise suspended(service.served_name)
+        if (refusal := refusal_of_stalled(route)) is not None:
+            raise refusal
         limits = wait_limits(service, self._loading_seconds, has_base=route.has_base)
         if limits is None:
             raise not_ready(f"{route.name} has no ready replica")

@@ -6,7 +6,7 @@ watch never empties the routing table.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import structlog
@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from slipway_api import autoscaling as kinds
 from slipway_api import lora_adapter, names
+from slipway_api.conditions import ConditionType, Reason
 from slipway_api.inference_service import Drain, Fallback, Hedging, RoutingStrategy
 from slipway_api.lora_adapter import PlacementMode
 from slipway_api.rollout_spec import Rollout
@@ -24,7 +25,7 @@ from slipway_gateway.picker.endpoints import Adapter, Endpoint, LatencyLimits, S
 from slipway_kube.access import ReadAccess
 from slipway_kube.client import Client
 from slipway_kube.informer import Change, Informer
-from slipway_kube.objects import Condition, Object, OwnerReference, Pod, Slim
+from slipway_kube.objects import Object, OwnerReference, Pod, Slim
 from slipway_kube.resources import INFERENCE_SERVICES, LORA_ADAPTERS, NAMESPACES, PODS
 
 log = structlog.get_logger()
@@ -53,9 +54,18 @@ class CanaryStatus(Slim, frozen=True, gc=False):
     gate: str = ""
 
 
+class ConditionFacts(Slim, frozen=True, gc=False):
+    """One condition of an object, without its message."""
+
+    type: str = ""
+    status: str = ""
+    reason: str = ""
+
+
 class ServiceStatus(Slim, frozen=True, gc=False):
     """The operator's status of a service."""
 
+    conditions: tuple[ConditionFacts, ...] = ()
     served_name: str = ""
     desired_replicas: int = 0
     failed_revision: str = ""
@@ -204,7 +214,7 @@ class AdapterSpec(Slim, frozen=True, gc=False):
 class AdapterStatus(Slim, frozen=True, gc=False):
     """The operator's status of an adapter."""
 
-    conditions: tuple[Condition, ...] = ()
+    conditions: tuple[ConditionFacts, ...] = ()
 
 
 class LoRAAdapter(Object, frozen=True, gc=False):
@@ -274,6 +284,7 @@ def service_of(resource: InferenceService) -> Service:
         desired_replicas=resource.status.desired_replicas,
         activation=activation_of(resource.spec.autoscaling),
         is_suspended=resource.spec.suspend,
+        stalled=cannot_start(resource.status.conditions),
         max_num_seqs=resource.spec.runtime.max_num_seqs,
         strategy=resource.spec.routing.known_strategy,
         request_seconds=resource.spec.routing.request_timeout_seconds,
@@ -283,6 +294,18 @@ def service_of(resource: InferenceService) -> Service:
         handover=resource.spec.drain.handover,
         latency_limits=resource.spec.slo.latency_limits,
     )
+
+
+def cannot_start(conditions: Iterable[ConditionFacts]) -> str:
+    """The reason of Stalled, if the operator says that no replica can start for it; empty: a replica may come.
+
+    Stalled alone does not say so: it may be about a new revision while the stable one starts, or about a child.
+    """
+    by_type = {one.type: one for one in conditions}
+    stalled, route = by_type.get(ConditionType.STALLED), by_type.get(ConditionType.ROUTE_READY)
+    if stalled is None or stalled.status != "True":
+        return ""
+    return stalled.reason if route is None or route.reason == Reason.CANNOT_START else ""
 
 
 def withheld_revisions(rollout: RolloutSpec, status: ServiceStatus) -> frozenset[str]:
@@ -343,6 +366,7 @@ def adapter_of(resource: LoRAAdapter) -> Adapter | None:
         alias_weight=alias.weight,
         created=resource.metadata.creation_timestamp,
         # A request for one that cannot be loaded would wait in vain.
+        stalled=stalled.reason if stalled is not None else "",
         on_demand=stalled is None
         and resource.spec.placement is not None
         and resource.spec.placement.mode == PlacementMode.ON_DEMAND,

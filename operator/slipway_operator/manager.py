@@ -21,6 +21,7 @@ from slipway_api.types import ServiceKey
 from slipway_kube.client import Client
 from slipway_kube.errors import KubeError, LeadershipLost
 from slipway_kube.lease import Elector
+from slipway_kube.objects import Pod
 from slipway_kube.recorder import Recorder
 from slipway_kube.resources import INFERENCE_SERVICES, LORA_ADAPTERS, WARM_POOLS, Resource
 from slipway_kube.writer import Write, Writer
@@ -42,7 +43,8 @@ from slipway_operator.inputs.freshness import Freshness
 from slipway_operator.inputs.gateways import Gateways, watch_pods
 from slipway_operator.inputs.inference_services import InferenceServices
 from slipway_operator.inputs.lora_adapters import LoRAAdapters, base_of
-from slipway_operator.inputs.observer import PoolKey
+from slipway_operator.inputs.mount_failures import MountFailures
+from slipway_operator.inputs.observer import PoolKey, pool_of, service_of
 from slipway_operator.inputs.prometheus import Load, PrometheusSource, connect
 from slipway_operator.inputs.scraper import Scraper
 from slipway_operator.inputs.warm_pools import WarmPools
@@ -183,12 +185,15 @@ class Manager:
         self._gateway_pods = watch_pods(
             self._gateways, client, namespace=settings.namespace, selector=settings.gateway_selector
         )
+        self._mounts = MountFailures(client, on_news=self._wake_owner, now=clock.now, monotonic=clock.monotonic)
+        self.caches.on_pod_change(self._mounts.saw)
         self._hub = HubReader(settings.hub_endpoints, now=clock.now, on_done=self._queue.add)
         self._inputs = inputs = Inputs(
             caches=self.caches,
             wake=self._queue.add,
             sample_of=self._scraper.sample,
             refuses_token=self._scraper.refuses_token,
+            mount_failure_of=self._mounts.of,
             defaults=installation_defaults(settings),
             token_digests=masters.digests,
             serving_digests=gateway_keys.digests,
@@ -341,6 +346,7 @@ class Manager:
             self._tasks.append(self._spawn(self._prometheus.run(), "prometheus"))
         self._tasks.append(self._spawn(self._gateway_pods.run(), "gateway pods"))
         self._tasks.append(self._spawn(self._gateways.run(), "gateways"))
+        self._tasks.append(self._spawn(self._mounts.run(), "mount failures"))
         # Every object gets its first pass before the replicas' answers take their share of the one core.
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_PASSES_SECONDS):
@@ -393,6 +399,12 @@ class Manager:
     def _resync_key(self, key: Key) -> None:
         self._reconciler.forget_applied(key)
         self._queue.add(key, Urgency.BACKGROUND)
+
+    def _wake_owner(self, pod: Pod) -> None:
+        """Queue the service or the pool of a pod."""
+        for owner in (service_of(pod), pool_of(pod)):
+            if owner is not None and (key := _key_of(owner)).kind in self.caches.stores:
+                self._queue.add(key)
 
     def _gateways_came_or_went(self) -> None:
         """Queue every service: its condition RouteReady says whether a gateway answers."""

@@ -274,10 +274,10 @@ async def test_a_restarted_gateway_remembers_the_namespaces_whose_objects_are_ab
 def test_no_field_of_the_table_can_hold_a_secret():
     """A new field of these structs goes into the file: whoever adds it decides here that it may."""
     known = {
-        Service: "key served_name uid created weights withheld mirrors desired_replicas activation is_suspended"
+        Service: "key served_name uid created weights withheld mirrors desired_replicas activation is_suspended stalled"
         " max_num_seqs strategy request_seconds fallback fallback_seconds hedged_prompt_tokens handover latency_limits",
         Endpoint: "name service revision url owner_uid served_name token_digests adapters",
-        Adapter: "key name service alias alias_weight created on_demand",
+        Adapter: "key name service alias alias_weight created on_demand stalled",
     }
     for kind, names in known.items():
         assert list(kind.__dataclass_fields__) == re.split(r"\s+", names)

@@ -8,6 +8,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from slipway_api.adapter_conditions import STALLED_CAUSES as ADAPTER_CAUSES
+from slipway_api.vocabulary import STALLED_CAUSES
+from slipway_gateway.errors import cannot_start
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.gateway import Gateway
 from slipway_gateway.picker.endpoints import Adapter, Endpoint, Service, WaitLimits
@@ -159,6 +162,68 @@ async def test_what_waits_for_a_service_that_is_deleted_or_suspended_is_refused(
             await until(lambda gateway=gateway: waiting(gateway) == 1)
             gateway.fleet.set_service(KEY, service)
             assert (await call).status == status
+
+
+@pytest.mark.parametrize("desired", [0, 1])
+@pytest.mark.capability("RG-7", "OP-18")
+async def test_a_service_that_cannot_start_refuses_immediately_with_reason_and_remedy(desired):
+    """review/shipping.md 33: requests waited the whole queue time, and were asked to try again later."""
+    async with (
+        a_scaled_gateway(stalled="QuotaExceeded", desired_replicas=desired) as gateway,
+        a_caller(gateway) as caller,
+        caller.chat() as response,
+    ):
+        message = (await response.json())["error"]["message"]
+        assert response.status == 503
+        assert "QuotaExceeded. A ResourceQuota forbids the pods. Remedy, for the owner of the quota" in message
+        assert "again later" not in message
+        assert response.headers["x-should-retry"] == "false"
+        assert gateway.fleet.demand.report(gateway.fleet.table.services).services == ()
+
+
+@pytest.mark.capability("RG-7", "OP-18")
+async def test_requests_that_wait_are_refused_when_their_service_cannot_start():
+    async with a_scaled_gateway() as gateway, a_caller(gateway) as caller:
+        calls = [asyncio.create_task(caller.chat().__aenter__()) for _ in range(2)]
+        await until(lambda: waiting(gateway) == 2)
+        gateway.fleet.set_service(KEY, a_service(stalled="DoesNotFit"))
+        for call in calls:
+            response = await call
+            assert (response.status, "DoesNotFit" in await response.text()) == (503, True)
+
+
+@pytest.mark.capability("RG-7", "OP-18")
+async def test_a_stalled_service_answers_with_the_replicas_that_it_has():
+    async with (
+        Runtime() as runtime,
+        a_scaled_gateway(stalled="ImagePullFailed") as gateway,
+        a_caller(gateway) as caller,
+    ):
+        add(gateway, runtime)
+        async with caller.chat() as response:
+            assert response.status == 200
+
+
+@pytest.mark.parametrize("has_base", [True, False])
+@pytest.mark.capability("RG-7", "OP-18")
+async def test_an_adapter_that_no_replica_can_load_is_refused_immediately(has_base):
+    """review/shipping.md 33: a request for an adapter of the wrong rank waited."""
+    async with Runtime() as runtime, a_scaled_gateway() as gateway, a_caller(gateway) as caller:
+        if has_base:
+            add(gateway, runtime)
+        gateway.fleet.set_adapter("team/a", Adapter("team/a", "support", KEY, stalled="RankTooLarge"))
+        async with caller.chat(model="support") as response:
+            message = (await response.json())["error"]["message"]
+        assert response.status == 503
+        assert "No replica can load support: RankTooLarge." in message
+        assert "Raise spec.runtime.lora.maxRank of the InferenceService" in message
+
+
+def test_every_reason_of_stalled_has_a_meaning_and_a_remedy_for_clients():
+    for causes, is_adapter in ((STALLED_CAUSES, False), (ADAPTER_CAUSES, True)):
+        for reason, cause in causes.items():
+            assert cause.remedy in cannot_start("chat", reason, is_adapter=is_adapter).message
+    assert "SomethingNew." in cannot_start("chat", "SomethingNew").message, "an operator may know more reasons"
 
 
 @pytest.mark.capability("ML-8", "RG-7")

@@ -416,14 +416,17 @@ def an_adapter_object(name: str = "support", base: str = "chat", *, reason: str 
             an_adapter_object(alias={"name": "best", "weight": 10}),
             Adapter("team/support", "support", "team/chat", alias="best", alias_weight=10),
         ),
-        (an_adapter_object(reason="RankTooLarge"), Adapter("team/support", "support", "team/chat")),
+        (
+            an_adapter_object(reason="RankTooLarge"),
+            Adapter("team/support", "support", "team/chat", stalled="RankTooLarge"),
+        ),
         (
             an_adapter_object(placement={"mode": "OnDemand"}),
             Adapter("team/support", "support", "team/chat", on_demand=True),
         ),
         (
             an_adapter_object(placement={"mode": "OnDemand"}, reason="RankTooLarge"),
-            Adapter("team/support", "support", "team/chat"),
+            Adapter("team/support", "support", "team/chat", stalled="RankTooLarge"),
         ),
         (an_adapter_object(reason="NameConflict"), None),
         (an_adapter_object(base=""), None),
@@ -459,6 +462,27 @@ async def test_adapters_are_routed_to_the_pods_that_list_them_and_shown_with_the
             async with caller.session.get(f"{caller.url}/v1/models") as response:
                 models = {one["id"]: one["parent"] for one in (await response.json())["data"]}
             assert models == {"tiny": None, "support": "tiny"}
+
+
+@pytest.mark.parametrize(
+    ("conditions", "expected"),
+    [
+        ((), ""),
+        ((("Stalled", "True", "QuotaExceeded"), ("RouteReady", "False", "CannotStart")), "QuotaExceeded"),
+        ((("Stalled", "True", "QuotaExceeded"),), "QuotaExceeded"),
+        ((("Stalled", "True", "ImagePullFailed"), ("RouteReady", "False", "NoReadyReplicas")), ""),  # the stable starts
+        ((("Stalled", "True", "Refused"), ("RouteReady", "True", "Routed")), ""),
+        ((("Stalled", "False", "QuotaExceeded"), ("RouteReady", "False", "CannotStart")), ""),
+    ],
+)
+@pytest.mark.capability("RG-7", "OP-18")
+def test_requests_wait_unless_the_operator_says_that_no_replica_can_start(conditions, expected):
+    """review/shipping.md 33."""
+    written = [{"type": type, "status": status, "reason": reason} for type, status, reason in conditions]
+    body = a_service_object()
+    body["status"] = body.get("status", {}) | {"conditions": written}
+
+    assert service_of(msgspec.convert(body, InferenceService)).stalled == expected
 
 
 @pytest.mark.capability("RG-7", "AS-9")

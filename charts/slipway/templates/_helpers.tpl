@@ -278,7 +278,7 @@ subjects:
   verbs: [get, list, watch, create, delete]  # what each revision's pods are built from
 - apiGroups: [events.k8s.io]
   resources: [events]
-  verbs: [create, patch]
+  verbs: [create, patch, list]  # list: the kubelet names a volume that it cannot mount only there
 {{- end -}}
 
 {{- /* Three watches and nothing else. Rights know no labels, so the watch of replicas is a right to read all pods of the

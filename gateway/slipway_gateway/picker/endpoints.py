@@ -58,6 +58,7 @@ class Service:
     desired_replicas: int = 0  # as the operator last decided
     activation: WaitLimits | None = None  # while it is scaled to zero; None: demand does not bring its replicas back
     is_suspended: bool = False
+    stalled: str = ""  # the reason of Stalled that keeps every replica from starting; empty: a replica may come
     max_num_seqs: int = 64  # requests that one replica runs at once
     strategy: RoutingStrategy = RoutingStrategy.PREFIX_CACHE
     request_seconds: float | None = None  # for a whole request; None: the gateway's own setting
@@ -79,6 +80,7 @@ class Adapter:
     alias_weight: int = 1
     created: datetime | None = None
     on_demand: bool = False  # a request loads it: it may wait until a replica has it
+    stalled: str = ""  # the reason of Stalled: no replica loads it until a person acts; empty: one may
 
     @property
     def namespace(self) -> str:

@@ -117,6 +117,7 @@ class Replica:
     held: Hold = ""  # why no scheduler places it: a scheduling gate, or none has looked at it yet
     initializing: str = ""  # the init container that runs, or is about to; "": none, or it has no node
     is_creating: bool = False  # it has a node, and the kubelet has started none of its containers
+    mount_failure: str = ""  # why a volume cannot be mounted, by the kubelet's newest event; only while is_creating
     ready: bool = False  # condition Ready
     server_ready: bool = False  # containerStatuses[server].ready: other containers keep the pod from being ready
     unready_message: str = ""  # reason and message of condition Ready while it is not True

@@ -413,6 +413,7 @@ class Inputs:
     sample_of: Callable[[str], Sample | None]
     defaults: Defaults
     refuses_token: Callable[[str], bool] = lambda _uid: False
+    mount_failure_of: Callable[[str], str] = lambda _uid: ""
     token_digests: TokenDigests
     serving_digests: ServingDigests
     random_bytes: Callable[[int], bytes]

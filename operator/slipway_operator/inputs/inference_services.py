@@ -97,7 +97,11 @@ class InferenceServices:
         pods = caches.pods.of(ServiceKey(key.namespace, key.name))
         node_names = {pod.spec.node_name for pod in pods if pod.spec.node_name}
         replicas = tuple(
-            replace(replica(pod, self._inputs.sample_of(pod.uid)), refuses_token=self._inputs.refuses_token(pod.uid))
+            replace(
+                replica(pod, self._inputs.sample_of(pod.uid)),
+                refuses_token=self._inputs.refuses_token(pod.uid),
+                mount_failure=self._inputs.mount_failure_of(pod.uid),
+            )
             for pod in pods
         )
         gpu = reading.service.spec.resources.gpu

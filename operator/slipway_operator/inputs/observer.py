@@ -123,7 +123,7 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
         unschedulable=scheduled.message if scheduled is not None and is_unschedulable else "",
         held=_hold(pod),
         initializing=_initializing(pod),
-        is_creating=bool(pod.spec.node_name) and not _has_begun(pod),
+        is_creating=bool(pod.spec.node_name) and not has_begun(pod),
         ready=pod.is_ready,
         server_ready=server is not None and server.ready,
         unready_message=f"{ready.reason}: {ready.message}" if ready is not None and not pod.is_ready else "",
@@ -219,7 +219,7 @@ def _hold(pod: Pod) -> seen.Hold:
     return "Gated" if scheduled.reason == "SchedulingGated" else ""
 
 
-def _has_begun(pod: Pod) -> bool:
+def has_begun(pod: Pod) -> bool:
     """Whether a container of the pod runs, ran, or has a problem of its own."""
     statuses = (*pod.status.init_container_statuses, *pod.status.container_statuses)
     return any(one.state.waiting is None or one.state.waiting.reason not in _STARTING for one in statuses)

@@ -78,7 +78,9 @@ class WarmPools:
         observed = ObservedPool(
             pool=reading.pool,
             fault=reading.fault,
-            pods=tuple(pool_pod(pod, self._inputs.sample_of(pod.uid)) for pod in pods),
+            pods=tuple(
+                pool_pod(pod, self._inputs.sample_of(pod.uid), self._inputs.mount_failure_of(pod.uid)) for pod in pods
+            ),
             nodes={
                 name: node_facts(node)
                 for name in sorted({pod.spec.node_name for pod in pods if pod.spec.node_name})
@@ -128,11 +130,11 @@ class WarmPools:
         return HungryReplica(name=pod.name, gpu_resource=gpu.resource_name if has_gpus else "", gpus=gpu.count)
 
 
-def pool_pod(pod: Pod, sample: Sample | None) -> PoolPod:
+def pool_pod(pod: Pod, sample: Sample | None, mount_failure: str = "") -> PoolPod:
     """The facts of one pod of a pool."""
     annotations = pod.metadata.annotations
     return PoolPod(
-        replica=replica(pod, sample),
+        replica=replace(replica(pod, sample), mount_failure=mount_failure),
         resource_version=pod.metadata.resource_version,
         shape=annotations.get(names.ANNOTATION_WARM_SHAPE, ""),
         template=annotations.get(names.ANNOTATION_WARM_TEMPLATE, ""),

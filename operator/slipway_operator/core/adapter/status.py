@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import Final
 
-from slipway_api.adapter_conditions import FAILURE_MEANINGS, AdapterCondition, AdapterEvent, AdapterReason
+from slipway_api.adapter_conditions import FAILURE_CAUSES, AdapterCondition, AdapterEvent, AdapterReason
 from slipway_api.conditions import ConditionStatus, find_condition, remove_condition, set_condition
 from slipway_api.lora_adapter import AdapterPodStatus, LoRAAdapterStatus, PlacementMode, PodState
 from slipway_api.runtime_api import AdapterInfo
@@ -204,7 +204,7 @@ def _cause(observed: AdapterObserved, step: Step) -> str:
         return step.reason
     for kind in (AdapterCondition.STALLED, AdapterCondition.READY):
         known = find_condition(observed.adapter.status.conditions, kind)
-        if known is not None and known.reason in FAILURE_MEANINGS:
+        if known is not None and known.reason in FAILURE_CAUSES:
             return known.reason
     return AdapterReason.ENGINE_REJECTED
 

@@ -10,7 +10,10 @@ from slipway_operator.core.words import count
 
 
 def route_condition(observed: Observed, ready: int, stalled: str = "") -> tuple[ConditionStatus, Reason, str]:
-    """Status, reason and message of the condition RouteReady; `stalled`: why no replica can start, as Stalled says."""
+    """Status, reason and message of the condition RouteReady; `stalled`: why no replica can start, as Stalled says.
+
+    The gateway refuses requests immediately while the reason is CannotStart: they would wait in vain.
+    """
     service = observed.service
     # Of a spec that cannot be read, the name that status recorded before still counts.
     served_name = (observed.fault and service.status.served_name) or service.served_name
@@ -28,7 +31,7 @@ def route_condition(observed: Observed, ready: int, stalled: str = "") -> tuple[
     if ready:
         return ConditionStatus.TRUE, Reason.ROUTED, sentence
     if stalled:
-        return ConditionStatus.FALSE, Reason.NO_READY_REPLICAS, f"{sentence} once a replica is ready; {stalled}"
+        return ConditionStatus.FALSE, Reason.CANNOT_START, f"requests are refused until a replica can start: {stalled}"
     autoscaling = service.spec.autoscaling
     if autoscaling is not None and autoscaling.scale_to_zero is not None:
         return ConditionStatus.TRUE, Reason.ROUTED, f"{sentence}, and holds requests until a replica is ready"

@@ -88,7 +88,7 @@ class Claims:
         annotations = {
             key: text for key, text in metadata["annotations"].items() if key != names.ANNOTATION_ADMIN_NONCE
         }
-        reason = f"{pod.name} of WarmPool {supply.pool} is the replica of slot {creation.slot}: {creation.reason}"
+        reason = f"claimed {pod.name} of WarmPool {supply.pool} as the replica of slot {creation.slot}"
         action = ClaimPod(
             name=pod.name,
             uid=pod.uid,
@@ -99,7 +99,7 @@ class Claims:
             request=load_request(service, revision, required or known),
             reason=reason,
         )
-        event = Event(reason=EventReason.WARM_POD_CLAIMED, action="Claim", message=f"claimed {reason}", pod=pod.name)
+        event = Event(reason=EventReason.WARM_POD_CLAIMED, action="Claim", message=reason, pod=pod.name)
         return Steps(actions=(action,), events=(event,), again_at=self._now + ASK_AGAIN)
 
 
@@ -141,7 +141,8 @@ def describe_shortage(observed: Observed, service: InferenceService, revision: R
     wanted, supply = service.spec.warm_pool, observed.warm
     assert wanted is not None
     if supply is None or not supply.pool_uid:
-        return f"there is no WarmPool {wanted.name}"
+        place = f"{wanted.name} in the namespace {service.metadata.namespace}"
+        return f"there is no WarmPool {place} (create it, or correct spec.warmPool.name)"
     shape = shape_of_service(service, revision)
     differing = [parts for pod in supply.pods if (parts := differing_parts(pod.shape, shape))]
     if differing and len(differing) == len(supply.pods):
@@ -158,7 +159,8 @@ def describe_wait(observed: Observed, revision: Revision, creations: Sequence[Cr
     claims = Claims(observed, now)
     if all(claims.take(service, revision) for _ in creations):
         return ""
-    return f"replicas wait, because {describe_shortage(observed, service, revision, now)}, and policy is Require"
+    shortage = describe_shortage(observed, service, revision, now)
+    return f"replicas wait, because {shortage}, and spec.warmPool.policy is Require"
 
 
 def wait_events(before: InferenceServiceStatus, wait: str) -> tuple[Event, ...]:

@@ -17,9 +17,11 @@ from slipway_api import names
 from slipway_api.warm_pool import WarmPoolStatus
 from slipway_api.warm_pool_conditions import PoolEvent
 from slipway_operator.core.actions import Action, CreatePod, DeletePod, Event, earliest
+from slipway_operator.core import words
 from slipway_operator.core.health import is_cordoned, is_lost
 from slipway_operator.core.service.replicas.access import PortAccess, derive_nonce
 from slipway_operator.core.service.replicas.assign import backoff
+from slipway_operator.core.service.status.mounts import describe_mount, is_for_author
 from slipway_operator.core.warm_pool.autosize import Size, wanted_size
 from slipway_operator.core.warm_pool.observed import Backoff, ObservedPool, PoolPod
 from slipway_operator.core.warm_pool.pod import build_pool_pod, pool_pod_name
@@ -95,6 +97,7 @@ def plan(observed: ObservedPool, now: datetime) -> PoolPlan:
         claimed=sum(_is_claimed(pod, observed, now) for pod in observed.pods),
         unschedulable=next((pod.replica.unschedulable for pod in left if pod.replica.unschedulable), ""),
         image_error=next((_image_error(pod) for pod in left if _image_error(pod)), ""),
+        mount_failure=next((_mount_failure(pod, pool.metadata.namespace) for pod in left if _lacks_volume(pod)), ""),
         backoff=pause,
         yielded_to=yielded_to,
         returned=frozenset(pod.name for pod in left if pod.returned_at is not None),
@@ -169,7 +172,8 @@ def _yield(observed: ObservedPool, live: Sequence[PoolPod]) -> tuple[list[_Remov
 def _remove_surplus(live: Sequence[PoolPod], size: Size) -> list[_Removal]:
     excess = len(live) - size.pods
     ordered = sorted(live, key=lambda pod: (pod.is_booted, pod.name))
-    return [_Removal(pod, f"{size.pods} pods should wait: {size.reason}") for pod in ordered[: max(0, excess)]]
+    should = words.count(size.pods, "pod")
+    return [_Removal(pod, f"{should} should wait: {size.reason}") for pod in ordered[: max(0, excess)]]
 
 
 def _remove_outdated(observed: ObservedPool, live: Sequence[PoolPod], shape: Shape) -> list[_Removal]:
@@ -243,7 +247,7 @@ def _refill(observed: ObservedPool, live: Sequence[PoolPod], size: Size, shape: 
         access = PortAccess(nonce=nonce, admin_digests=observed.token_digests(pool.metadata.namespace, name, nonce))
         number = int(name.rsplit("-", 1)[1])
         manifest = _build(observed, number, shape, access)
-        reason = f"{len(live)} of {size.pods} pods wait: {size.reason}"
+        reason = f"{len(live)} of {words.count(size.pods, 'pod')} wait: {size.reason}"
         creations.append(CreatePod(name=name, manifest=manifest, reason=reason))
     return tuple(creations)
 
@@ -281,6 +285,14 @@ def _is_claimed(pod: PoolPod, observed: ObservedPool, now: datetime) -> bool:
 
 def _keeps_crashing(pod: PoolPod) -> bool:
     return pod.replica.restarts >= RESTARTS_UNTIL_REPLACED and not pod.is_booted
+
+
+def _lacks_volume(pod: PoolPod) -> bool:
+    return is_for_author(pod.replica.mount_failure)
+
+
+def _mount_failure(pod: PoolPod, namespace: str) -> str:
+    return f"{pod.name}: {describe_mount(pod.replica.mount_failure, namespace, pod.name)}"
 
 
 def _image_error(pod: PoolPod) -> str:

@@ -19,9 +19,11 @@ from slipway_api.conditions import Condition, ConditionStatus, find_condition, r
 from slipway_api.warm_pool import WarmPoolStatus
 from slipway_api.warm_pool_conditions import PoolCondition, PoolEvent, PoolReason
 from slipway_operator.core.actions import Event
+from slipway_operator.core.service.status.refusals import describe_refusal, judge_refusal
 from slipway_operator.core.warm_pool.autosize import Size
 from slipway_operator.core.warm_pool.observed import Backoff, ObservedPool
 from slipway_operator.core.warm_pool.uses import Uses, claim_seconds
+from slipway_operator.core.words import count
 
 FAILURES_UNTIL_STALLED: Final = 3
 
@@ -36,6 +38,7 @@ class Counts:
     claimed: int
     unschedulable: str = ""
     image_error: str = ""
+    mount_failure: str = ""
     backoff: Backoff
     yielded_to: tuple[str, ...] = ()
     returned: frozenset[str] = frozenset()  # names of the pods that a service has had
@@ -76,7 +79,7 @@ def _conditions(observed: ObservedPool, counts: Counts, hits: int, now: datetime
     wanted: dict[PoolCondition, tuple[ConditionStatus | bool, PoolReason, str] | None] = {
         PoolCondition.READY: _readiness(counts, stalled),
         PoolCondition.STALLED: (True, *stalled) if stalled else None,
-        PoolCondition.RECONCILING: _progress(counts) if not stalled else None,
+        PoolCondition.RECONCILING: _progress(observed, counts) if not stalled else None,
         PoolCondition.EXHAUSTED: _exhaustion(counts, hits),
     }
     for type, value in wanted.items():
@@ -92,7 +95,7 @@ def _conditions(observed: ObservedPool, counts: Counts, hits: int, now: datetime
 
 def _readiness(counts: Counts, stalled: tuple[PoolReason, str] | None) -> tuple[ConditionStatus, PoolReason, str]:
     size, ready = counts.size.pods, counts.ready
-    sentence = f"{ready} of {size} pods can be claimed"
+    sentence = f"{ready} of {count(size, 'pod')} can be claimed"
     if size == 0:
         return ConditionStatus.TRUE, PoolReason.SUSPENDED, counts.size.reason
     if ready >= size:
@@ -106,18 +109,19 @@ def _readiness(counts: Counts, stalled: tuple[PoolReason, str] | None) -> tuple[
     return ConditionStatus.UNKNOWN, PoolReason.WARMING, sentence
 
 
-def _progress(counts: Counts) -> tuple[bool, PoolReason, str] | None:
+def _progress(observed: ObservedPool, counts: Counts) -> tuple[bool, PoolReason, str] | None:
     if counts.ready >= counts.size.pods:
         return None
     if counts.unschedulable:
         return True, PoolReason.WAITING_FOR_CAPACITY, counts.unschedulable
-    return True, PoolReason.WARMING, f"{counts.size.pods} pods should wait for a claim"
+    causes = "".join(f"; {describe_refusal(failure)}" for failure in observed.failures)
+    return True, PoolReason.WARMING, f"{count(counts.size.pods, 'pod')} should wait for a claim{causes}"
 
 
 def _exhaustion(counts: Counts, hits: int) -> tuple[bool, PoolReason, str] | None:
     if not hits or counts.ready or not counts.size.pods:
         return None
-    return True, PoolReason.NO_READY_PODS, f"no pod of {counts.size.pods} is left to be claimed"
+    return True, PoolReason.NO_READY_PODS, f"none of {count(counts.size.pods, 'pod')} is left to be claimed"
 
 
 def _stalled(observed: ObservedPool, counts: Counts) -> tuple[PoolReason, str] | None:
@@ -125,12 +129,14 @@ def _stalled(observed: ObservedPool, counts: Counts) -> tuple[PoolReason, str] |
     if observed.fault:
         return PoolReason.INVALID_SPEC, observed.fault
     for failure in observed.failures:
-        if failure.reason == "Invalid":
-            return PoolReason.INVALID_SPEC, f"the API server refuses the pods of this spec: {failure.message}"
+        if (judged := judge_refusal(failure)) is not None:
+            return PoolReason(judged[0].value), judged[1]
+    if counts.mount_failure and not counts.ready:
+        return PoolReason.MOUNT_FAILED, counts.mount_failure
     if counts.image_error and not counts.ready:
         return PoolReason.IMAGE_PULL_FAILED, f"{counts.image_error}; check spec.image and imagePullSecrets"
     if counts.backoff.failures >= FAILURES_UNTIL_STALLED and not counts.ready:
-        return PoolReason.WARM_FAILED, f"pods ended {counts.backoff.failures} times in a row; see their events"
+        return PoolReason.WARM_FAILED, f"pods ended {count(counts.backoff.failures, 'time')} in a row; see their events"
     return None
 
 
@@ -147,11 +153,16 @@ def status_events(
         events.append(Event(reason=reason, action=action, message=message, pod=name))
     for use in uses.new:
         if use.hit:
-            message = f"{use.pod} is a replica of {use.service}; {counts.ready} of {size.pods} pods are left"
+            message = f"{use.pod} is a replica of {use.service}; {count(counts.ready, 'pod is', 'pods are')} left"
             events.append(Event(reason=PoolEvent.POD_CLAIMED, action="Claim", message=message, pod=use.pod))
     exhausted = find_condition(after.conditions, PoolCondition.EXHAUSTED)
     if exhausted is not None and find_condition(before.conditions, PoolCondition.EXHAUSTED) is None:
         events.append(Event(reason=PoolEvent.POOL_EXHAUSTED, action="Report", message=exhausted.message))
+    stalled = find_condition(after.conditions, PoolCondition.STALLED)
+    was_stalled = find_condition(before.conditions, PoolCondition.STALLED)
+    is_new = stalled is not None and (was_stalled is None or was_stalled.reason != stalled.reason)
+    if stalled is not None and is_new and stalled.reason != PoolReason.WARM_FAILED:  # each pod has its event
+        events.append(Event(reason=PoolEvent(stalled.reason), action="Report", message=stalled.message))
     if observed.pool.spec.autosize is not None and before.size is not None and before.size != size.pods:
         message = f"{before.size}→{size.pods}: {size.reason}"
         events.append(Event(reason=PoolEvent.POOL_RESIZED, action="Scale", message=message))

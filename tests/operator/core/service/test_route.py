@@ -9,7 +9,7 @@ from slipway_api.inference_status import InferenceServiceStatus
 from slipway_api.model_names import NameConflict
 from slipway_operator.core.observed import Failure, GatewayCount
 from slipway_operator.core.service.plan import Plan, plan
-from tests.builders import DEFAULTS, T0, a_pod, a_service, minutes, promised, seen
+from tests.builders import DEFAULTS, T0, a_pod, a_service, edited, minutes, promised, seen
 
 pytestmark = pytest.mark.capability("OP-2", "SE-8")
 
@@ -116,5 +116,49 @@ def test_a_service_at_zero_whose_replicas_are_refused_does_not_say_that_it_holds
 
     condition = find_condition(plan(seen(service, failures=(refused,)), T0).status.conditions, "RouteReady")
 
-    assert (condition.status, condition.reason) == (ConditionStatus.FALSE, "NoReadyReplicas")
+    assert (condition.status, condition.reason) == (ConditionStatus.FALSE, "CannotStart")
     assert "exceeded quota: gpus; raise the quota" in condition.message
+
+
+QUOTA = Failure(action="CreatePod chat-x-0-0", reason="Forbidden", message="exceeded quota: gpus", at=T0)
+CHILD = Failure(action="ApplyChild Service/chat", reason="Forbidden", message="a policy", at=T0)
+ZERO = {"autoscaling": {"minReplicas": 0, "maxReplicas": 1, "scaleToZero": {"idleSeconds": 60}}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "desired", "pods", "facts", "cannot_start"),
+    [
+        ({}, 1, "", {"failures": (QUOTA,)}, True),
+        ({}, 1, "cannot_pull", {}, True),
+        ({}, 1, "crashing", {}, True),
+        ({}, 1, "", {"fault": "spec.runtime.dtype is not valid"}, True),
+        ({}, 1, "loading", {}, False),
+        ({}, 1, "loading", {"failures": (QUOTA,)}, False),  # one of two is refused, and the other starts
+        ({}, 1, "loading", {"failures": (CHILD,)}, False),  # a Service is refused, and the replica starts
+        ({}, 1, "ready", {"failures": (QUOTA,)}, False),
+        (ZERO, 0, "", {"failures": (CHILD,)}, False),  # a request makes the operator try
+    ],
+)
+@pytest.mark.capability("OP-18")
+def test_the_route_says_that_no_replica_can_start_only_if_none_can(spec, desired, pods, facts, cannot_start):
+    """review/shipping.md 33. The gateway refuses immediately by this reason, so a wrong one would lose requests."""
+    service = promised(a_service(**spec), desired)
+    pod = a_pod(service=service)
+    pods = [] if not pods else [pod.crashing(restarts=3) if pods == "crashing" else getattr(pod, pods)()]
+
+    status = plan(seen(service, *pods, **facts), T0).status
+
+    assert (find_condition(status.conditions, "RouteReady").reason == "CannotStart") == cannot_start
+    assert find_condition(status.conditions, "Stalled") or not cannot_start
+
+
+@pytest.mark.capability("OP-18")
+def test_while_the_stable_revision_starts_a_broken_new_one_does_not_refuse_requests():
+    before = promised(a_service(), 1)
+    service = edited(before, runtime={"image": "nope"})
+    old, new = a_pod(service=before), a_pod(service=service)
+    recorded = service.model_copy(update={"status": plan(seen(service, old.ready()), T0).status})
+
+    status = plan(seen(recorded, old.loading(), new.cannot_pull()), T0).status
+
+    assert find_condition(status.conditions, "RouteReady").reason == "NoReadyReplicas"

@@ -70,6 +70,10 @@ def starting(phase: str, service: InferenceService) -> APod:
     return pod.but(sample=replace(pod.replica.sample, starting=phase))
 
 
+def mounting(service: InferenceService, sentence: str) -> APod:
+    return a_pod(service=service).loading().but(is_creating=True, mount_failure=sentence)
+
+
 def one(**spec: Any) -> InferenceService:
     service = a_service(**spec)
     return promised(service, 1 if service.fixed_replicas is None else service.fixed_replicas)
@@ -97,7 +101,7 @@ def first_start() -> Said:
     tainted = waiting.but(unschedulable="0/2 nodes are available: 2 node(s) had untolerated taint.")
     small = replace(seen(service, waiting), gpu_supply=GPUSupply(nodes=0, largest=0, largest_of_product=0))
     more = [*passes(service, (waiting,)), *passes(service, (tainted,)), plan(small, T0)]
-    return said_in([*passes(service, *states), *more])
+    return said_in([*passes(service, *states), *more, *passes(service, (mounting(service, "Multi-Attach error"),))])
 
 
 def stalled() -> Said:
@@ -115,6 +119,7 @@ def stalled() -> Said:
             *passes(service, (), fault="spec.runtime.dtype is not valid"),
             *passes(service, (crashing.but(termination_message="DoesNotFit: too small"),)),
             *passes(service, (pod.cannot_pull(),)),
+            *passes(service, (mounting(service, 'secret "keys" not found'),)),
             *passes(service, (crashing.but(termination_message="ModelNotFound: no such repository"),)),
             *passes(service, (crashing.but(termination_message="HubUnreachable: no answer"),)),
             *passes(gated, (no_secret,)),

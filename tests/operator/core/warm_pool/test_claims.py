@@ -134,7 +134,7 @@ def test_require_creates_nothing_and_says_so_once():
     again = plan(supplied(told.model_copy(update={"status": third.status}), failures=(stalled,)), T0 + seconds(60))
     assert again.events == (), "nor while it is stalled for another cause"
     (waits,) = (one for one in first.status.conditions if one.type == "Reconciling")
-    assert "no pod of WarmPool pool can be claimed, and policy is Require" in waits.message
+    assert "no pod of WarmPool pool can be claimed, and spec.warmPool.policy is Require" in waits.message
 
 
 @pytest.mark.capability("AS-5")

@@ -224,6 +224,18 @@ def test_for_any_pods_a_claimed_one_is_left_alone_the_size_is_kept_and_a_second_
     assert again.status == made.status, "the same facts and the status of before give the same status"
 
 
+REFUSALS = [
+    ("Forbidden", "exceeded quota: gpus"),
+    ("Forbidden", "admission webhook denied the request"),
+    ("NameConflict", "there is a Pod pool-warm-0 of another owner"),
+    ("Forbidden", 'violates PodSecurity "restricted:latest": hostPath volumes (volume "slipway-model-cache")'),
+]
+
+
+def refused_with(reason: str, message: str) -> tuple[Failure, ...]:
+    return (Failure(action="CreatePod pool-warm-0", reason=reason, message=message, at=T0),)
+
+
 @pytest.mark.capability("OP-6")
 def test_every_condition_and_event_of_a_pool_that_is_documented_is_said():
     booted, ended = a_waiting_pod(0).booted(), a_waiting_pod(1).but(phase="Failed")
@@ -241,6 +253,8 @@ def test_every_condition_and_event_of_a_pool_that_is_documented_is_said():
         plan(seen(a_pool(size=1), claimed), T0),
         plan(seen(a_pool(size=1), fault="spec.size is not valid"), T0),
         plan(seen(a_pool(size=1), failures=refused), T0),
+        *(plan(seen(a_pool(size=1), failures=refused_with(*one)), T0) for one in REFUSALS),
+        plan(seen(a_pool(size=1), a_waiting_pod(0).but(mount_failure='secret "keys" not found')), T0),
         plan(seen(a_pool(size=1), a_waiting_pod(0).but(waiting_reason="ImagePullBackOff")), T0),
         plan(seen(a_pool(size=1, status=stalled)), T0),
         plan(seen(a_pool(size=1), a_waiting_pod(0).but(node="", unschedulable="0/1 nodes")), T0),

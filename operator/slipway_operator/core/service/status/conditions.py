@@ -14,6 +14,7 @@ of decisions but never live numbers. What it tells of autoscaling is in `scaling
 | none           | > 0     | it was available before               | False NoReadyReplicas                |
 | none           | > 0     | no node has a free GPU                | Unknown WaitingForGPU                |
 | none           | > 0     | no node takes it for another cause    | Unknown Unschedulable                |
+| none           | > 0     | a volume cannot be mounted            | Unknown MountFailed                  |
 | none           | > 0     | a replica brings the model            | Unknown DownloadingModel             |
 | none           | > 0     | it loads for the first time           | Unknown Loading                      |
 """
@@ -62,7 +63,8 @@ from slipway_operator.core.service.rollout.target import Target
 from slipway_operator.core.service.route import answers_nobody, name_conflict, route_condition
 from slipway_operator.core.service.status.accounting import NOT_ACCOUNTED, Accounting
 from slipway_operator.core.service.status.performance import measure_performance
-from slipway_operator.core.service.status.problems import Problems, find_problems
+from slipway_operator.core.service.status.problems import Problems, find_problems, find_start_obstacle
+from slipway_operator.core.service.status.refusals import is_transient
 from slipway_operator.core.service.status.scaling_status import autoscaling_status, scaling_condition
 from slipway_operator.core.words import count
 
@@ -305,8 +307,8 @@ def _conditions(
         Reason.AVAILABLE if enough else (Reason.DEGRADED if ready else Reason.NO_READY_REPLICAS),
         problems.summarize(ready, decided.desired),
     )
-    hindrance = stalled[1] if stalled and decided.desired else ""
-    write(ConditionType.ROUTE_READY, *route_condition(observed, ready, hindrance))
+    cause = stalled[1] if stalled and _cannot_start(observed, decided) else ""
+    write(ConditionType.ROUTE_READY, *route_condition(observed, ready, cause))
 
     if stalled:
         write(ConditionType.STALLED, True, *stalled)
@@ -355,6 +357,23 @@ def _conditions(
     return conditions
 
 
+def _cannot_start(observed: Observed, decided: Decided) -> bool:
+    """Whether the cause in Stalled keeps every replica from starting, so that a request would wait in vain.
+
+    Not if a replica of another revision starts, if only a child of another kind is refused, or if nothing was tried at
+    zero: then a waiting request makes the operator try.
+    """
+    others = [one for one in decided.members if one.replica.revision != decided.revision.hash]
+    if decided.stable_assignment.creations or any(one.is_live and not one.stage.is_broken for one in others):
+        return False
+    if not decided.desired:
+        return decided.target.held != "" or find_start_obstacle(observed, decided.revision) is not None
+    refused = [one for one in observed.failures if not is_transient(one)]
+    starts = any(one.is_live and not one.stage.is_broken for one in decided.members)
+    is_replica = any(one.action.startswith(("CreatePod", "ClaimPod", "CreateRevision")) for one in refused)
+    return (is_replica and not starts) or not refused
+
+
 def _keeps_canary_condition(service: InferenceService, decided: Decided) -> bool:
     """Whether the verdict about the last rollout still tells something: it passed, and nothing has changed since."""
     was = find_condition(service.status.conditions, ConditionType.CANARY_HEALTHY)
@@ -373,6 +392,8 @@ def _readiness(
 ) -> tuple[ConditionStatus, Reason, str]:
     """Condition Ready, by the table in the module's docstring."""
     sentence = problems.summarize(ready, decided.desired)
+    if decided.pool_wait and ready < decided.desired:
+        sentence += f"; {decided.pool_wait}"
     if decided.desired == 0:
         return ConditionStatus.TRUE, Reason.SCALED_TO_ZERO, SUSPENDED if is_suspended else _why_none(decided)
     if ready >= decided.desired:
@@ -385,8 +406,8 @@ def _readiness(
     served = was is not None and was.status is ConditionStatus.TRUE and was.reason != Reason.SCALED_TO_ZERO
     if served or (was is not None and was.reason in (Reason.NO_READY_REPLICAS, Reason.NAME_CONFLICT)):
         return ConditionStatus.FALSE, Reason.NO_READY_REPLICAS, sentence
-    if problems.waits_for_node is not None:
-        return ConditionStatus.UNKNOWN, problems.waits_for_node, sentence
+    if problems.waits_for is not None:
+        return ConditionStatus.UNKNOWN, problems.waits_for, sentence
     return ConditionStatus.UNKNOWN, Reason.DOWNLOADING_MODEL if problems.downloads else Reason.LOADING, sentence
 
 

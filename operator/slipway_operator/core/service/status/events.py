@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from slipway_api.conditions import Condition, ConditionStatus, ConditionType, EventReason, Reason, find_condition
 from slipway_api.inference_status import InferenceServiceStatus
 from slipway_api.names import STATE_DRAINING
-from slipway_api.vocabulary import STALLED_MEANINGS
+from slipway_api.vocabulary import STALLED_CAUSES
 from slipway_operator.core.actions import Event
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed, Replica
@@ -152,11 +152,12 @@ def _since_claim(replica: Replica) -> str:
 
 
 _WARNINGS = {
-    **{(ConditionType.STALLED, reason): EventReason(reason.value) for reason in STALLED_MEANINGS},
+    **{(ConditionType.STALLED, reason): EventReason(reason.value) for reason in STALLED_CAUSES},
     (ConditionType.ROUTE_READY, Reason.NAME_CONFLICT): EventReason.NAME_CONFLICT,
     (ConditionType.ROUTE_READY, Reason.NO_GATEWAY): EventReason.NO_GATEWAY,
     (ConditionType.READY, Reason.WAITING_FOR_GPU): EventReason.WAITING_FOR_GPU,
     (ConditionType.READY, Reason.UNSCHEDULABLE): EventReason.UNSCHEDULABLE,
+    (ConditionType.READY, Reason.MOUNT_FAILED): EventReason.MOUNT_FAILED,
     (ConditionType.CANARY_HEALTHY, Reason.INCONCLUSIVE): EventReason.CANARY_INCONCLUSIVE,
     (ConditionType.CANARY_HEALTHY, Reason.ROLLED_BACK): EventReason.CANARY_ROLLED_BACK,
     (ConditionType.SCALING_ACTIVE, Reason.METRICS_STALE): EventReason.METRICS_STALE,
@@ -181,6 +182,8 @@ def find_warnings(before: InferenceServiceStatus, after: InferenceServiceStatus)
             continue
         if reason is Reason.METRICS_MISSING and condition.status is ConditionStatus.UNKNOWN:
             continue  # nothing is ready yet: there is nothing to measure, and nothing wrong
+        if type is ConditionType.READY and condition.status is ConditionStatus.FALSE:
+            continue  # Stalled has the same reason, and its event
         events.append(Event(reason=warning, action="Report", message=condition.message))
     return events
 

@@ -36,7 +36,7 @@ def invalid_status(observed: Observed, members: Sequence[Member], now: datetime)
 
     write(ConditionType.READY, False, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}")
     write(ConditionType.STALLED, True, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}")
-    write(ConditionType.ROUTE_READY, *route_condition(observed, ready))
+    write(ConditionType.ROUTE_READY, *route_condition(observed, ready, "" if ready else f"{observed.fault}; {ADVICE}"))
     if not ready:
         unserved = "no replica is ready, and none is started until the spec is valid"
         write(ConditionType.WORKLOAD_AVAILABLE, False, Reason.NO_READY_REPLICAS, unserved)

@@ -11,6 +11,7 @@ the others only while none does:
 | the kubelet cannot pull the image                       | ImagePullFailed    |
 | the credentials' Secret, or its key, is not there       | CredentialsInvalid |
 | another Secret or ConfigMap of the environment is not   | InvalidSpec        |
+| a volume's Secret, ConfigMap or key is not there        | MountFailed        |
 | the claim of a `pvc://` model is not there              | ModelNotFound      |
 | the runtime's termination message begins with a reason  | that reason        |
 | a replica ended again and again for another cause       | CrashLooping       |
@@ -38,6 +39,7 @@ from slipway_operator.core.service.model.fit import check_fit
 from slipway_operator.core.service.model.model_cache import find_refusal
 from slipway_operator.core.service.model.pulls import is_pull
 from slipway_operator.core.service.rollout.revision import Revision
+from slipway_operator.core.service.status.mounts import describe_mount, is_for_author, missing_secret
 from slipway_operator.core.service.status.placement import (
     describe_unschedulable,
     find_impossible,
@@ -105,7 +107,7 @@ class Problems:
     refusals: tuple[str, ...] = ()  # what the API server refused
     obstacles: tuple[str, ...] = ()  # what keeps a rollout from going on, with the remedy
     stalled: tuple[Reason, str] | None = None  # a person has to act
-    waits_for_node: Reason | None = None  # WaitingForGPU or Unschedulable
+    waits_for: Reason | None = None  # WaitingForGPU or Unschedulable: a node; MountFailed: a volume
     downloads: bool = False  # a replica brings the model to its node, or failed to and starts over
 
     def summarize(self, ready: int, desired: int, revision: str = "") -> str:
@@ -144,7 +146,7 @@ def find_problems(
             else find_stall_cause(observed, members, revision, attempts)
         ),
         obstacles=tuple(filter(None, [find_obstacle(observed, members, revision.hash)])),
-        waits_for_node=why_waiting(observed, members),
+        waits_for=why_waiting(observed, members) or _why_mounting(members),
         downloads=any(_is_downloading(one) for one in members),
     )
 
@@ -153,11 +155,8 @@ def find_stall_cause(
     observed: Observed, members: Sequence[Member], revision: Revision, attempts: Sequence[AttemptStatus]
 ) -> tuple[Reason, str] | None:
     """Finds what keeps the wanted revision from serving until a person acts; asked while no replica of it serves."""
-    wanted = revision.apply_to(observed.service).spec
-    if refusal := find_refusal(wanted, observed.defaults):
-        return Reason.CACHE_NOT_PERMITTED, f"no replica is started: {refusal}"
-    if isinstance(fit := check_fit(revision.apply_to(observed.service).spec), DoesNotFit):
-        return Reason.DOES_NOT_FIT, f"no replica is started: {fit.message}"
+    if (obstacle := find_start_obstacle(observed, revision)) is not None:
+        return obstacle
     if (refused := find_refusal_cause(observed, num_ready=0)) is not None:
         return refused
     told = _told_of_revision(observed, revision)
@@ -175,6 +174,16 @@ def find_stall_cause(
     failing = max(attempts, key=lambda status: status.failures, default=None)
     if failing is not None and failing.failures >= until:
         return Reason.CRASH_LOOPING, _describe_failed_slot(failing)
+    return None
+
+
+def find_start_obstacle(observed: Observed, revision: Revision) -> tuple[Reason, str] | None:
+    """Finds why the operator itself starts no replica of this revision, without trying."""
+    wanted = revision.apply_to(observed.service).spec
+    if refusal := find_refusal(wanted, observed.defaults):
+        return Reason.CACHE_NOT_PERMITTED, f"no replica is started: {refusal}"
+    if isinstance(fit := check_fit(wanted), DoesNotFit):
+        return Reason.DOES_NOT_FIT, f"no replica is started: {fit.message}"
     return None
 
 
@@ -232,6 +241,8 @@ def describe_replica(member: Member, observed: Observed, revision: Revision) -> 
 
 def _describe_before_server(replica: Replica, place: str) -> str:
     """What a pod does whose server has not started; empty: the server has."""
+    if replica.mount_failure:
+        return describe_mount(replica.mount_failure, place.split()[1], replica.name)
     if replica.initializing:
         name = replica.initializing
         return f"init container {name} has not finished; see kubectl logs {place} -c {name}"
@@ -334,6 +345,11 @@ def _stall_cause_of(
     member: Member, observed: Observed, revision: Revision, was_crash_looping: bool
 ) -> tuple[Reason, str] | None:
     replica, model = member.replica, observed.service.spec.model
+    if is_mounting(member) and is_for_author(replica.mount_failure):
+        secret = model.credentials_secret_ref
+        is_credentials = secret is not None and missing_secret(replica.mount_failure) == secret.name
+        reason = Reason.CREDENTIALS_INVALID if is_credentials else Reason.MOUNT_FAILED
+        return reason, describe_replica(member, observed, revision)
     match member.stage:
         case Stage.IMAGE_ERROR:
             return Reason.IMAGE_PULL_FAILED, describe_replica(member, observed, revision)
@@ -396,6 +412,16 @@ def ended_runs(replica: Replica) -> int:
 
 def _is_unschedulable(member: Member) -> bool:
     return member.is_live and not member.is_ready and bool(member.replica.unschedulable)
+
+
+def is_mounting(member: Member) -> bool:
+    """Whether the kubelet reports that it cannot mount a volume of the replica."""
+    return member.stage in (Stage.LOADING, Stage.OVERDUE) and bool(member.replica.mount_failure)
+
+
+def _why_mounting(members: Sequence[Member]) -> Reason | None:
+    """MountFailed, while a volume of a replica cannot be mounted; None: all can."""
+    return Reason.MOUNT_FAILED if any(is_mounting(one) for one in members) else None
 
 
 def _is_downloading(member: Member) -> bool:
