@@ -41,11 +41,16 @@ class PoolEvent(StrEnum):
     WARM_FAILED = "WarmFailed"
     YIELDED_TO_WORKLOAD = "YieldedToWorkload"
     POOL_RESIZED = "PoolResized"
+    LABELS_RESTORED = "LabelsRestored"
 
     @property
     def type(self) -> str:
         """`Normal` or `Warning`, the types of events.k8s.io/v1."""
-        return "Warning" if self in (PoolEvent.POOL_EXHAUSTED, PoolEvent.WARM_FAILED) else "Normal"
+        return (
+            "Warning"
+            if self in (PoolEvent.POOL_EXHAUSTED, PoolEvent.WARM_FAILED, PoolEvent.LABELS_RESTORED)
+            else "Normal"
+        )
 
 
 CONDITIONS: Final = (
@@ -75,6 +80,7 @@ EVENTS: Final = {
     PoolEvent.WARM_FAILED: "A pod ended before it could be claimed; why, and when the next one starts.",
     PoolEvent.YIELDED_TO_WORKLOAD: "A waiting pod was deleted, because a replica found no node; which.",
     PoolEvent.POOL_RESIZED: "autosize asks for another number of pods; the evidence in numbers.",
+    PoolEvent.LABELS_RESTORED: "Labels of a waiting pod were edited, and are restored; which.",
 }
 
 
