@@ -220,7 +220,7 @@ def endpoint_of(pod: Pod, port: int = names.SERVING_PORT, *, on_silent_node: boo
 
     Ready, not being deleted, with an address, controlled by an InferenceService, and with that service's labels of a
     serving replica: labels alone would let anyone who may create pods receive the prompts of a service. The operator
-    sets the state to draining before it calls the runtime, so a draining pod leaves the table before it stops accepting.
+    sets the state to draining before it calls the runtime, so a draining pod leaves the table before it refuses any.
     With `on_silent_node`, of a pod that is not ready only because its node does not answer.
     """
     owner = controlling_service(pod)
