@@ -156,6 +156,7 @@ class EventReason(StrEnum):
     MODEL_DOWNLOAD_FAILED = "ModelDownloadFailed"
     REPLICA_UNHEALTHY = "ReplicaUnhealthy"
     REPLICA_REPLACED = "ReplicaReplaced"
+    LABELS_RESTORED = "LabelsRestored"
     GPU_FAULT = "GPUFault"
     NODE_DRAIN_FORCED = "NodeDrainForced"
     DRAIN_TIMED_OUT = "DrainTimedOut"

@@ -16,6 +16,7 @@ LABEL_ROLE: Final = f"{GROUP}/role"
 LABEL_POOL: Final = f"{GROUP}/pool"  # the WarmPool that made the pod; a claimed pod keeps it
 LABEL_PRE_PULL: Final = f"{GROUP}/pre-pull"  # the service for which the pod brings image and model to a node
 LABEL_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
+LABEL_APP_NAME: Final = "app.kubernetes.io/name"
 MANAGED_BY: Final = "slipway"
 MANAGED_SELECTOR: Final = f"{LABEL_MANAGED_BY}={MANAGED_BY}"
 
@@ -32,6 +33,7 @@ FIELD_MANAGER_ADAPTERS: Final = "slipway-operator-adapters"  # one manager a pur
 ANNOTATION_APPLIED: Final = f"{GROUP}/applied"  # digest of the manifest that we applied last
 ANNOTATION_DRAIN_REASON: Final = f"{GROUP}/drain-reason"
 ANNOTATION_DRAIN_STARTED: Final = f"{GROUP}/drain-started"  # RFC 3339; the drain clock survives the operator
+ANNOTATION_REPLICA: Final = f"{GROUP}/replica"  # revision, slot and attempt: labels are edited, and restored from it
 ANNOTATION_SERVED_NAME: Final = f"{GROUP}/served-name"  # the served name of the pod's runtime
 ANNOTATION_ADMIN_NONCE: Final = f"{GROUP}/admin-nonce"  # random for each pod; its admin tokens are derived from it
 # Comma-separated hex digests of the serving tokens that the pod accepts; absent: it accepts requests without one.

@@ -55,11 +55,12 @@ class PoolEvent(StrEnum):
     NAME_CONFLICT = "NameConflict"
     CACHE_NOT_PERMITTED = "CacheNotPermitted"
     MOUNT_FAILED = "MountFailed"
+    LABELS_RESTORED = "LabelsRestored"
 
     @property
     def type(self) -> str:
         """`Normal` or `Warning`, the types of events.k8s.io/v1."""
-        is_warning = self is PoolEvent.POOL_EXHAUSTED or self.value in STALLED_CAUSES
+        is_warning = self in (PoolEvent.POOL_EXHAUSTED, PoolEvent.LABELS_RESTORED) or self.value in STALLED_CAUSES
         return "Warning" if is_warning else "Normal"
 
 
@@ -123,6 +124,7 @@ EVENTS: Final = {
         if reason is not PoolReason.WARM_FAILED
     },
     PoolEvent.POOL_RESIZED: "autosize asks for another number of pods; the evidence in numbers.",
+    PoolEvent.LABELS_RESTORED: "Labels of a waiting pod were edited, and are restored; which.",
 }
 
 

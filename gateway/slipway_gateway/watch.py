@@ -17,6 +17,7 @@ from slipway_api import lora_adapter, names
 from slipway_api.conditions import ConditionType, Reason
 from slipway_api.inference_service import Drain, Fallback, Hedging, RoutingStrategy
 from slipway_api.lora_adapter import PlacementMode
+from slipway_api.pod_labels import PodState, read_state, takes_requests
 from slipway_api.rollout_spec import Rollout
 from slipway_api.runtime_spec import Runtime
 from slipway_gateway.fleet import Fleet, View
@@ -227,15 +228,16 @@ class LoRAAdapter(Object, frozen=True, gc=False):
 def endpoint_of(pod: Pod, port: int = names.SERVING_PORT, *, on_silent_node: bool = False) -> Endpoint | None:
     """The endpoint of this pod, or None while it must not get requests.
 
-    Ready, labelled as serving, not being deleted, with an address, and controlled by the InferenceService of its label:
-    labels alone would let anyone who may create pods receive the prompts of a service. The operator sets the label to
-    draining before it calls the runtime, so a draining pod leaves the table before it stops accepting.
+    Ready, not being deleted, with an address, controlled by an InferenceService, and with that service's labels of a
+    serving replica: labels alone would let anyone who may create pods receive the prompts of a service. The operator
+    sets the state to draining before it calls the runtime, so a draining pod leaves the table before it refuses any.
     With `on_silent_node`, of a pod that is not ready only because its node does not answer.
     """
-    serving = pod.labels.get(names.LABEL_STATE) == names.STATE_SERVING
     owner = controlling_service(pod)
     is_ready = is_silent(pod) if on_silent_node else pod.is_ready
-    if owner is None or not (serving and is_ready and pod.status.pod_ip) or pod.is_terminating:
+    if owner is None or not (is_ready and pod.status.pod_ip) or pod.is_terminating:
+        return None
+    if not takes_requests(pod.name, pod.labels, pod.metadata.annotations, service=owner.name):
         return None
     address = pod.status.pod_ip
     digests = pod.metadata.annotations.get(names.ANNOTATION_SERVING_TOKEN_SHA256, "")
@@ -253,20 +255,21 @@ def endpoint_of(pod: Pod, port: int = names.SERVING_PORT, *, on_silent_node: boo
 
 
 def controlling_service(pod: Pod) -> OwnerReference | None:
-    """The InferenceService that controls the pod, where it is also the one of its label."""
+    """The InferenceService that controls the pod; `Fleet` compares its uid with the service's."""
     for owner in pod.metadata.owner_references:
         is_service = owner.kind == INFERENCE_SERVICES.kind and owner.api_version.startswith(f"{names.GROUP}/")
-        if owner.controller and is_service and owner.uid and owner.name == pod.labels.get(names.LABEL_SERVICE):
+        if owner.controller and is_service and owner.uid:
             return owner
     return None
 
 
 def finishes_requests(pod: Pod | None) -> bool:
-    """Whether a pod that left the table will still answer accepted requests, because it drains or is being deleted.
+    """Whether a pod that left the table will still answer accepted requests.
 
-    One that is only unready (hung, its node silent) or that is already gone will not.
+    It does if it drains, if it is being deleted, or if it is ready and only its labels were edited. One that is only
+    unready (hung, its node silent) or that is already gone does not.
     """
-    return pod is not None and (pod.is_terminating or pod.labels.get(names.LABEL_STATE, "") != names.STATE_SERVING)
+    return pod is not None and (pod.is_terminating or pod.is_ready or read_state(pod.labels) is not PodState.SERVING)
 
 
 def service_of(resource: InferenceService) -> Service:

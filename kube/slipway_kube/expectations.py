@@ -54,7 +54,7 @@ class Expectations:
     def __init__(self) -> None:
         self._until: defaultdict[Hashable, dict[_Write, float]] = defaultdict(dict)
         self._owners: dict[_Write, Hashable] = {}
-        self._labels: dict[str, tuple[str, str]] = {}
+        self._labels: dict[str, tuple[str, str | None]] = {}
 
     def expect_create(self, owner: Hashable, namespace: str, name: str, *, now: float, unsure: bool = False) -> None:
         """An object of this name is about to be created (or, `unsure`, may have been)."""
@@ -65,7 +65,7 @@ class Expectations:
         self._expect(owner, _Deleted(uid), now, unsure)
 
     def expect_label(
-        self, owner: Hashable, uid: str, label: str, value: str, *, now: float, unsure: bool = False
+        self, owner: Hashable, uid: str, label: str, value: str | None, *, now: float, unsure: bool = False
     ) -> None:
         """The object of this uid is about to get this label (or, `unsure`, may have got it)."""
         self._labels[uid] = (label, value)

@@ -258,8 +258,8 @@ class Writer:
             lambda: self._client.json_patch(write.path, operations, dry_run=self._dry_run, timeout=self._timeout()),
         )
 
-    def expect_label(self, owner: Hashable, uid: str, label: str, value: str) -> None:
-        """Let the object of this uid be pending for the owner until an informer shows the label."""
+    def expect_label(self, owner: Hashable, uid: str, label: str, value: str | None) -> None:
+        """Let the object of this uid be pending for the owner until an informer shows the label; None: removed."""
         if not self._dry_run:
             self.expectations.expect_label(owner, uid, label, value, now=self._clock())
 

@@ -33,6 +33,7 @@ from slipway_operator.controller.executor import Executor, StaleView
 from slipway_operator.controller.hidden import HiddenObjects
 from slipway_operator.controller.isolation import BackgroundCalls, FairSlots
 from slipway_operator.controller.kinds import Key, Kind
+from slipway_operator.controller.labels import LabelWriter
 from slipway_operator.controller.queue import QueueClosed, Urgency, WorkQueue
 from slipway_operator.controller.reconciler import Reconciler, Refused
 from slipway_operator.controller.resync import Resync
@@ -164,7 +165,7 @@ class Manager:
             client,
             writer,
             AdapterClient(dial, serving_dial, masters, gateway_keys),
-            self.caches.pod_informer.get,
+            self.caches.owned_pods.get,
             is_closed=self._is_closed,
             now=clock.now,
         )
@@ -234,9 +235,14 @@ class Manager:
             self._smoke_tests,
             self._kinds,
             self.caches.stores,
-            self.caches.pod_informer.get,
+            self.caches.owned_pods.get,
             metrics,
-            performers={**self._adapter_calls.performers, **self._hub.performers},
+            adopt=self.caches.adopt,
+            performers={
+                **self._adapter_calls.performers,
+                **self._hub.performers,
+                **LabelWriter(writer).performers,
+            },
             now=clock.now,
             monotonic=clock.monotonic,
         )
@@ -438,7 +444,7 @@ class Manager:
 
     def _learn(self, load: Load) -> None:
         """Take a replica's load from Prometheus; a series with the name of no pod of ours is ignored."""
-        pod = self.caches.pod_informer.get(load.namespace, load.pod)
+        pod = self.caches.owned_pods.get(load.namespace, load.pod)
         if pod is not None:
             self._scraper.learn(pod.uid, at=load.at, kv_usage=load.kv_usage, running=load.running, waiting=load.waiting)
 

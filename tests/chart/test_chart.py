@@ -387,6 +387,7 @@ MAY = [
     ("operator", "delete", "services"),
     ("operator", "patch", "networkpolicies.networking.k8s.io"),
     ("operator", "create", "controllerrevisions.apps"),
+    ("operator", "patch", "controllerrevisions.apps"),
     ("operator", "delete", "controllerrevisions.apps"),
     ("operator", "create", "events.events.k8s.io"),
     ("gateway", "watch", "pods"),

@@ -151,7 +151,7 @@ class SimulatedCluster:
     def pods(self, name: str = "") -> list[Object]:
         """All that exist, terminating ones too."""
         pods = self.server.objects(PODS, NAMESPACE)
-        return [pod for pod in pods if not name or pod["metadata"]["labels"].get(names.LABEL_SERVICE) == name]
+        return [pod for pod in pods if not name or pod["metadata"].get("labels", {}).get(names.LABEL_SERVICE) == name]
 
     def live(self, name: str = "") -> list[Object]:
         return [pod for pod in self.pods(name) if "deletionTimestamp" not in pod["metadata"]]
@@ -161,7 +161,7 @@ class SimulatedCluster:
         return [
             pod["metadata"]["name"]
             for pod in self.live(name)
-            if pod["metadata"]["labels"].get(names.LABEL_STATE) == names.STATE_SERVING
+            if pod["metadata"].get("labels", {}).get(names.LABEL_STATE) == names.STATE_SERVING
             and any(
                 one["type"] == "Ready" and one["status"] == "True"
                 for one in pod.get("status", {}).get("conditions", [])
@@ -174,7 +174,7 @@ class SimulatedCluster:
             self.most_live_pods = max(self.most_live_pods, len(self.live()))
             if self.kubelet_works:
                 for pod in self.server.objects(PODS):
-                    if {names.LABEL_SERVICE, names.LABEL_POOL} & set(pod["metadata"]["labels"]):
+                    if _is_tended(pod):
                         self._tend(pod)
                 self.server.collect_garbage()
             await asyncio.sleep(TICK_SECONDS)
@@ -191,7 +191,7 @@ class SimulatedCluster:
             return
         if time < self._since.setdefault(f"start {uid}", time) + self.start_seconds:
             return
-        is_empty = names.LABEL_POOL in meta["labels"]
+        is_empty = any(owner["kind"] == "WarmPool" for owner in meta.get("ownerReferences", []))
         runtime = self.runtimes.get(meta["name"])
         if runtime is None or runtime.pod_uid not in ("", uid):  # a name may be used again
             runtime = self.runtimes[meta["name"]] = Runtime(starting="Booting" if is_empty else "")
@@ -234,7 +234,8 @@ class SimulatedCluster:
 
     def boot_list(self, metadata: Object) -> str:
         """The ConfigMap that the pod mounts, as the kubelet shows it."""
-        name = f"{metadata['labels'][names.LABEL_SERVICE]}-adapters"
+        owners = metadata.get("ownerReferences") or [{"name": metadata["labels"][names.LABEL_SERVICE]}]
+        name = f"{owners[0]['name']}-adapters"
         found = self.server.get(CONFIG_MAPS, metadata["namespace"], name)
         return str(found["data"][names.ADAPTERS_FILE]) if found is not None else ""
 
@@ -260,8 +261,7 @@ class SimulatedCluster:
             drain = DrainStatus(draining=True, running=runtime.running, waiting=runtime.waiting)
             return 200, drain.wire()
         if path == names.PATH_UNDRAIN:
-            labels = pod["metadata"]["labels"]
-            runtime.state_at_undrain.append(labels[names.LABEL_STATE])
+            runtime.state_at_undrain.append(pod["metadata"]["labels"].get(names.LABEL_STATE, ""))
             runtime.draining = runtime.is_ending
             drain = DrainStatus(draining=runtime.draining, running=runtime.running, waiting=runtime.waiting)
             return 200, drain.wire()
@@ -365,6 +365,15 @@ async def simulated_cluster(master_directory: Path) -> AsyncIterator[SimulatedCl
             await process.end()
         kubelet.cancel()
         await asyncio.gather(kubelet, return_exceptions=True)
+
+
+def _is_tended(pod: Object) -> bool:
+    """Replicas and pods of pools, whatever has become of their labels; a pod that pulls is not simulated."""
+    meta = pod["metadata"]
+    if names.ANNOTATION_PRE_PULL_DIGEST in meta.get("annotations", {}):
+        return False
+    is_owned = any(owner["kind"] in ("InferenceService", "WarmPool") for owner in meta.get("ownerReferences", []))
+    return is_owned or bool({names.LABEL_SERVICE, names.LABEL_POOL} & set(meta.get("labels", {})))
 
 
 def _was_started(pod: Object, boots: int) -> bool:

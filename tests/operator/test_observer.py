@@ -23,7 +23,7 @@ from tests.fakes import FakeApiServer
 CHAT, CODE = ServiceKey("team", "chat"), ServiceKey("team", "code")
 
 
-def a_pod(name: str = "chat-abcde-0-0", service: str = "chat", **parts: Any) -> Pod:
+def a_pod(name: str = "chat-abcde-3-1", service: str = "chat", **parts: Any) -> Pod:
     labels = {
         names.LABEL_SERVICE: service,
         names.LABEL_REVISION: "abcdefghij",
@@ -41,7 +41,13 @@ def a_pod(name: str = "chat-abcde-0-0", service: str = "chat", **parts: Any) -> 
             "annotations": parts.get("annotations", {}),
             "ownerReferences": [
                 {"kind": "Something", "name": "x", "uid": "uid-x"},
-                {"kind": "InferenceService", "name": service, "uid": "uid-s", "controller": True},
+                {
+                    "apiVersion": names.API_VERSION,
+                    "kind": "InferenceService",
+                    "name": service,
+                    "uid": "uid-s",
+                    "controller": True,
+                },
             ],
         },
         "spec": parts.get("spec", {}),
@@ -140,7 +146,7 @@ def test_the_drain_clock_is_read_from_the_pod_so_that_it_survives_the_operator()
 
 
 def test_nonsense_in_labels_and_annotations_harms_nobody():
-    pod = a_pod(labels={names.LABEL_SLOT: "first"}, annotations={names.ANNOTATION_DRAIN_STARTED: "yesterday"})
+    pod = a_pod("chat", labels={names.LABEL_SLOT: "first"}, annotations={names.ANNOTATION_DRAIN_STARTED: "yesterday"})
 
     facts = replica(pod, None)
 

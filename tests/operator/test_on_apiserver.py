@@ -337,3 +337,27 @@ def test_without_a_master_it_refuses_to_start_and_says_which_secret_is_missing(
 
     assert done.returncode == 1
     assert "mount the Secret slipway-admin-master there" in done.stderr
+
+
+@pytest.mark.capability("OP-16", "SE-3")
+def test_labels_that_people_remove_are_restored_with_the_rights_of_the_chart(stage: Stage) -> None:
+    """review/control-plane.md 5, 6: a real watch reports a pod that leaves its selection as deleted."""
+    stage.start_operator()
+    stage.apply(SERVICE)
+    [pod] = stage.eventually(stage.pods, "a pod")
+    stage.eventually(lambda: stage.service().get("status", {}).get("observedGeneration") == 1, "a status")
+    revisions = f"/apis/apps/v1/namespaces/{stage.namespace}/controllerrevisions"
+    [revision] = stage.access.api("GET", revisions)["items"]
+
+    for path, before in (
+        (f"/api/v1/namespaces/{stage.namespace}/pods/{pod['metadata']['name']}", pod),
+        (f"{revisions}/{revision['metadata']['name']}", revision),
+    ):
+        labels = before["metadata"]["labels"]
+        for removed in ([names.LABEL_MANAGED_BY], [names.LABEL_SERVICE], list(labels)):
+            stage.access.api("PATCH", path, {"metadata": {"labels": dict.fromkeys(removed)}})
+            stage.eventually(
+                lambda at=path, wanted=labels: stage.access.api("GET", at)["metadata"].get("labels") == wanted,
+                f"the labels {removed} of {path}",
+            )
+    assert [one["metadata"]["uid"] for one in stage.pods()] == [pod["metadata"]["uid"]]

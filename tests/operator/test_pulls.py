@@ -62,7 +62,15 @@ def a_pull_pod(**status: Any) -> Pod:
             "uid": "uid-x",
             "labels": {names.LABEL_PRE_PULL: "chat"},
             "annotations": {names.ANNOTATION_PRE_PULL_DIGEST: "d", names.ANNOTATION_PRE_PULL_NODE: "a"},
-            "ownerReferences": [{"uid": "uid-of-chat", "controller": True, "kind": "InferenceService", "name": "chat"}],
+            "ownerReferences": [
+                {
+                    "apiVersion": names.API_VERSION,
+                    "kind": "InferenceService",
+                    "name": "chat",
+                    "uid": "uid-of-chat",
+                    "controller": True,
+                }
+            ],
         },
         "status": status,
     }

@@ -16,7 +16,13 @@ KEY = ServiceKey("demo", "chat")
 
 
 def a_revision(hash="aaaaa11111", number=1, **metadata):
-    owner = {"kind": "InferenceService", "name": "chat", "uid": UID, "controller": True}
+    owner = {
+        "apiVersion": "slipway.dev/v1alpha1",
+        "kind": "InferenceService",
+        "name": "chat",
+        "uid": UID,
+        "controller": True,
+    }
     body = {
         "metadata": {
             "name": f"chat-{hash}",

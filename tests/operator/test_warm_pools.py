@@ -8,7 +8,7 @@ import pytest
 from slipway_api import names
 from slipway_api.runtime_api import StartupTimes
 from slipway_kube.errors import Unreachable
-from slipway_kube.resources import PODS, WARM_POOLS
+from slipway_kube.resources import NODES, PODS, WARM_POOLS
 from tests.operator.simulated_cluster import NAMESPACE, simulated_cluster
 from tests.operator.virtual_time import run_in_virtual_time
 from tests.operator.warm_pool_views import (
@@ -222,7 +222,10 @@ def test_a_pod_that_is_claimed_while_the_pool_means_to_delete_it_lives_on(tmp_pa
                     pod = cluster.server.get(PODS, NAMESPACE, "pool-warm-0")
                     assert pod is not None
                     labels = pod["metadata"]["labels"] | {names.LABEL_STATE: names.STATE_SERVING}
-                    cluster.server.put(PODS, pod | {"metadata": pod["metadata"] | {"labels": labels}})
+                    (node,) = cluster.server.objects(NODES)
+                    owner = {"apiVersion": "v1", "kind": "Node", "name": "node-a", "uid": node["metadata"]["uid"]}
+                    after = {"labels": labels, "ownerReferences": [owner | {"controller": True}]}
+                    cluster.server.put(PODS, pod | {"metadata": pod["metadata"] | after})
 
             cluster.on_write = claim_first
             apply_pool(cluster, suspend=True)

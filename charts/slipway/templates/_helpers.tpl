@@ -275,7 +275,7 @@ subjects:
 {{- end }}
 - apiGroups: [apps]
   resources: [controllerrevisions]
-  verbs: [get, list, watch, create, delete]  # what each revision's pods are built from
+  verbs: [get, list, watch, create, patch, delete]  # what each revision's pods are built from
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create, patch, list]  # list: the kubelet names a volume that it cannot mount only there

@@ -77,10 +77,7 @@ class Children:
         manifest = with_digest(action)
         if action.key not in memory.applied:
             there = await self._read(resource, key.namespace, name)
-            if (
-                there is not None
-                and there["metadata"].get("labels", {}).get(names.LABEL_MANAGED_BY) != names.MANAGED_BY
-            ):
+            if there is not None and not is_ours(key, msgspec.convert(there, Object)):
                 kind = action.manifest["kind"]
                 advice = f"rename it, or name the {key.kind} otherwise"
                 sentence = f"there is a {kind} {name} that Slipway did not make; {advice}"
@@ -97,7 +94,7 @@ class Children:
         resource = CHILDREN[action.key.partition("/")[0]]
         with suppress(NotFound):
             there = msgspec.json.decode(await self._client.get(resource.path(key.namespace, action.name)), type=Object)
-            if there.labels.get(names.LABEL_MANAGED_BY) == names.MANAGED_BY:
+            if is_ours(key, there):
                 await self._writer.delete(resource, key.namespace, action.name, uid=there.uid)
         memory.applied[action.key] = ABSENT
 
@@ -112,6 +109,18 @@ class Children:
             return msgspec.json.decode(await self._client.get(path))
         except NotFound:
             return None
+
+
+def is_ours(key: Key, there: Object) -> bool:
+    """Whether Slipway made the object for this owner: by its owner reference, because people edit labels.
+
+    One without a controller was orphaned (`--cascade=orphan`): then its label shows who made it.
+    """
+    controller = next((owner for owner in there.metadata.owner_references if owner.controller), None)
+    if controller is None:
+        return there.labels.get(names.LABEL_MANAGED_BY) == names.MANAGED_BY
+    is_kind = controller.kind == key.kind and controller.api_version.startswith(f"{names.GROUP}/")
+    return is_kind and controller.name == key.name
 
 
 def with_digest(action: ApplyChild) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import msgspec
 import structlog
 
 from slipway_api import names
+from slipway_api.pod_labels import PodState, read_state
 from slipway_api.runtime_api import LoadModelRequest
 from slipway_kube import resources
 from slipway_kube.client import Client
@@ -81,7 +82,7 @@ class Claimer:
             return False
         # The next plan must not see it as a draining replica any more.
         now = self._pod_of(key.namespace, action.name)
-        if now is not None and now.labels.get(names.LABEL_STATE) == names.STATE_DRAINING:
+        if now is not None and read_state(now.labels) is PodState.DRAINING:
             self._writer.expect_label(key, action.uid, names.LABEL_STATE, names.STATE_WARM)
         return True
 

@@ -20,6 +20,7 @@ from slipway_kube import resources
 from slipway_kube.client import Client
 from slipway_kube.errors import AlreadyExists, Conflict, Invalid, NotFound, StatusError
 from slipway_kube.objects import Object, Pod
+from slipway_kube.resources import Resource
 from slipway_kube.writer import Writer
 from slipway_operator.controller.children import Children
 from slipway_operator.controller.claimer import Claimer
@@ -97,11 +98,16 @@ class Executor:
         pod_of: Callable[[str, str], Pod | None],
         metrics: OperatorMetrics,
         *,
+        adopt: Callable[[Resource, bytes], None] = lambda _resource, _raw: None,
         performers: Mapping[type, Perform] = MappingProxyType({}),
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         monotonic: Callable[[], float],
     ) -> None:
-        """`pod_of` finds a cached pod by namespace and name; `performers` execute further types of actions."""
+        """`pod_of` finds a cached pod by namespace and name; `performers` execute further types of actions.
+
+        `adopt` takes in an object of ours that a create met, and that no cache shows.
+        """
+        self._adopt = adopt
         self._performers = performers
         self._client = client
         self._writer = writer
@@ -236,7 +242,10 @@ class Executor:
             store.update(body)
 
     async def _create(self, key: Key, stored: StoredObject, action: CreatePod, memory: Memory) -> bool:
-        """POST the pod. A 409 by a pod of the same owner is success: the reply to an earlier POST was lost."""
+        """POST the pod. A 409 by a pod of the same owner is success, once the caches have it.
+
+        Either the reply to an earlier POST was lost, or the pod has lost the label by which the caches find it.
+        """
         try:
             await self._writer.create(resources.PODS, key.namespace, action.manifest, owner=key)
         except AlreadyExists:
@@ -248,6 +257,7 @@ class Executor:
             if not any(owner.controller and owner.uid == stored.uid for owner in owners):
                 memory.taken_names |= {action.name}
                 return False
+            self._adopt(resources.PODS, raw)
         return True
 
     async def _create_revision(self, key: Key, stored: StoredObject, action: CreateRevision) -> None:
@@ -264,6 +274,7 @@ class Executor:
                 # Its owner is a deleted object of the same name: the garbage collector is about to remove it.
                 sentence = f"the ControllerRevision {action.name} belongs to another owner; waiting until it is removed"
                 raise Conflict(409, sentence, reason=Reason.NAME_CONFLICT) from None
+            self._adopt(resources.CONTROLLER_REVISIONS, raw)
 
     def _ask_to_drain(self, key: Key, stored: StoredObject, action: DrainPod) -> None:
         """POST /drain to the runtime in the background; the label alone already ends routing to the replica.

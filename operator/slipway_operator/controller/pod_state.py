@@ -12,6 +12,7 @@ from typing import Any
 import structlog
 
 from slipway_api import names
+from slipway_api.pod_labels import PodState, read_state
 from slipway_api.types import rfc3339
 from slipway_kube import resources
 from slipway_kube.errors import Conflict, NotFound
@@ -48,7 +49,7 @@ class PodStates:
     async def mark_draining(self, key: Key, name: str, uid: str, *, started: datetime, reason: str) -> None:
         """Label the pod as draining, and note since when and why; nothing where it is deleted."""
         pod = self._pod_of(key.namespace, name)
-        is_shown = pod is not None and pod.labels.get(names.LABEL_STATE) == names.STATE_DRAINING
+        is_shown = pod is not None and read_state(pod.labels) is PodState.DRAINING
         metadata = state_metadata(drain_started=started, drain_reason=reason)
         try:
             # The next plan must see this label, or it would drain a second replica: so the label is expected.

@@ -32,6 +32,7 @@ from slipway_operator.core.actions import (
     DeletePod,
     DrainPod,
     Failure,
+    RestoreLabels,
     ReturnPod,
 )
 from slipway_operator.metrics import OperatorMetrics
@@ -39,7 +40,7 @@ from slipway_operator.metrics import OperatorMetrics
 log = structlog.get_logger()
 
 PENDING_RECHECK_SECONDS = 5.0
-_ABOUT_PODS = (CreatePod, ClaimPod, ReturnPod, DrainPod, DeletePod)
+_ABOUT_PODS = (CreatePod, ClaimPod, ReturnPod, DrainPod, DeletePod, RestoreLabels)
 
 
 class Events(Protocol):

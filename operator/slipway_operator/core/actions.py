@@ -148,6 +148,18 @@ class AnnotatePod:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreLabels:
+    """Merge labels into the Pod or ControllerRevision of that uid; None removes one. NotFound and a wrong uid are
+    success."""
+
+    kind: str
+    name: str
+    uid: str
+    labels: Mapping[str, str | None]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteChild:
     """DELETE a child that is not a pod, where Slipway made it; `Observed.applied[key]` is then `ABSENT`."""
 
@@ -245,6 +257,7 @@ Action = (
     | UndrainPod
     | DeletePod
     | AnnotatePod
+    | RestoreLabels
     | ApplyChild
     | DeleteChild
     | CreateRevision

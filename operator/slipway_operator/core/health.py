@@ -5,14 +5,14 @@
 | STUCK         | deleted, and GONE_AFTER past its grace still there   | no             | nothing, not even a GPU    |
 | TERMINATING   | its pod is being deleted                             | no             | nothing                    |
 | DEAD          | phase Failed or Succeeded: evicted, node shut down … | no             | nothing; it is removed     |
-| DRAINING      | label state=draining                                 | no             | nothing                    |
+| DRAINING      | the operator drains it                               | no             | nothing                    |
 | LOST          | its node has not been ready for NODE_LOST            | no             | nothing; it may come back  |
-| READY         | condition Ready, and the runtime does not drain      | yes            | capacity                   |
+| READY         | condition Ready, routed, and it does not drain       | yes            | capacity                   |
 | GATED         | a scheduling gate holds its pod in a queue           | yes            | coming capacity            |
 | UNSEEN        | no scheduler has looked at its pod                   | yes            | coming capacity            |
 | UNSCHEDULABLE | no node has room                                     | yes            | coming capacity            |
 | UNHEALTHY     | its present run was ready, and is not for too long   | yes            | nothing; it is replaced    |
-| UNREADY       | it was ready a moment ago                            | yes            | coming capacity            |
+| UNREADY       | it was ready a moment ago, or its labels are edited  | yes            | coming capacity            |
 | OVERDUE       | unready for longer than its startup may take         | yes            | nothing: it blocks nothing |
 | IMAGE_ERROR   | the kubelet cannot pull the image                    | yes            | nothing                    |
 | CONFIG_ERROR  | the kubelet cannot make a container: environment, …  | yes            | nothing                    |
@@ -191,7 +191,8 @@ def stage(replica: Replica, nodes: Mapping[str, Node], limits: Limits, now: date
     if not limits.disrupted and is_lost(replica, nodes, now):
         return Stage.LOST
     if replica.ready:
-        return Stage.UNREADY if _drains_by_its_own_word(replica) else Stage.READY
+        takes_requests = replica.is_routed and not _drains_by_its_own_word(replica)
+        return Stage.READY if takes_requests else Stage.UNREADY
     if replica.held:
         return Stage.GATED if replica.held == "Gated" else Stage.UNSEEN
     if replica.unschedulable:

@@ -17,6 +17,7 @@ from slipway_api.runtime_api import Signals, StartupTimes, State
 from slipway_operator.core.actions import Failure as Failure
 from slipway_operator.core.actions import SmokeResult
 from slipway_operator.core.adapter.observed import AttachedAdapter
+from slipway_operator.core.labels import EditedLabel
 from slipway_operator.core.pulls import PullsSeen
 from slipway_operator.core.warm_pool.supply import WarmSupply
 
@@ -97,15 +98,20 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """The facts of one pod that carries the service's label; `owner_uid` tells whether the service controls it."""
+    """The facts of one pod of a service, or with its label; `owner_uid` tells whether the service controls it.
+
+    Revision, slot, attempt and state are as the operator gave them to the pod, also while its labels are edited.
+    """
 
     name: str
     uid: str
     owner_uid: str  # uid of the controlling ownerReference; "" when there is none
-    revision: str  # label: the whole hash
-    slot: int  # label; a number within one revision
-    attempt: int  # label
-    state: str = names.STATE_SERVING  # label: serving | draining
+    revision: str  # the whole hash; "": unknown
+    slot: int  # a number within one revision
+    attempt: int
+    state: str = names.STATE_SERVING  # serving | draining, or warm while it waits in a WarmPool
+    edited_labels: tuple[EditedLabel, ...] = ()
+    is_routed: bool = True  # none of the labels by which gateway, Service and disruption budget find it is edited
     created_at: datetime  # of a pod that was claimed from a WarmPool: when it was claimed
     deleted_at: datetime | None = None  # metadata.deletionTimestamp
 
@@ -196,12 +202,13 @@ class GPUSupply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRevision:
-    """The facts of one ControllerRevision that carries the service's label."""
+    """The facts of one ControllerRevision of the service, or with its label."""
 
     name: str
     uid: str
     owner_uid: str
-    hash: str  # label
+    hash: str  # in its name
+    edited_labels: tuple[EditedLabel, ...] = ()
     number: int  # .revision: counts up, newest highest
     data: Mapping[str, Any]  # .data, as `core.service.revision` built it
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from slipway_operator.core.labels import EditedLabel
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullNode:
@@ -27,6 +29,7 @@ class PullPod:
     name: str
     uid: str
     owner_uid: str
+    edited_labels: tuple[EditedLabel, ...] = ()
     digest: str  # annotation: what it pulls
     node: str  # annotation: to which node; "": it fills a claim
     created_at: datetime

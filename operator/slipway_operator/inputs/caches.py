@@ -18,6 +18,7 @@ import structlog
 
 from slipway_api import names
 from slipway_api.model_names import ModelNames, ObjectKind
+from slipway_api.pod_labels import PodState
 from slipway_api.types import ServiceKey
 from slipway_kube.access import ReadAccess
 from slipway_kube.backoff import Backoff
@@ -53,10 +54,12 @@ from slipway_operator.core.observed import (
 )
 from slipway_operator.inputs.adapter_index import AdapterIndex
 from slipway_operator.inputs.disruption import NodeCounts
+from slipway_operator.inputs.labels import intended_state
 from slipway_operator.inputs.missing_kinds import MissingKinds
 from slipway_operator.inputs.observer import PodIndex, PoolKey, pool_of, service_of
 from slipway_operator.inputs.revisions import ControllerRevision, RevisionIndex
 from slipway_operator.inputs.scraper import Target
+from slipway_operator.inputs.unselected import OwnedObjects
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.replica_client import Address, address_of
 
@@ -120,7 +123,8 @@ class Caches:
             clock=monotonic,
             access=self.access,
         )
-        self.pod_informer.on_change(self._saw_pod)
+        self.owned_pods = OwnedObjects(client, PODS, Pod, self.pod_informer)
+        self.owned_pods.on_change(self._saw_pod)
         self.pod_informer.on_relist(self._check_wanted.set)
         self.revisions = RevisionIndex()
         self.revision_informer = Informer(
@@ -132,7 +136,8 @@ class Caches:
             clock=monotonic,
             access=self.access,
         )
-        self.revision_informer.on_change(self._saw_revision)
+        self.owned_revisions = OwnedObjects(client, CONTROLLER_REVISIONS, ControllerRevision, self.revision_informer)
+        self.owned_revisions.on_change(self._saw_revision)
         self.node_counts = NodeCounts()
         self.node_informer = Informer(client, NODES, Node, clock=monotonic, access=self.access)
         self.node_informer.on_change(self._saw_node)
@@ -247,6 +252,8 @@ class Caches:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.pod_informer.run())
             group.create_task(self.revision_informer.run())
+            group.create_task(self.owned_pods.run())
+            group.create_task(self.owned_revisions.run())
             group.create_task(self.node_informer.run())
             if self.namespace_informer is not None:
                 group.create_task(self.namespace_informer.run())
@@ -272,10 +279,11 @@ class Caches:
     async def refresh(self) -> None:
         """Return after lists that began after this call: a standby's caches may lag, a leader's may not."""
         await asyncio.gather(self.fill(), self.pod_informer.refresh(), self.revision_informer.refresh())
+        await self._find_unselected()
 
     async def check(self) -> None:
         """Compare all caches with lists, and correct what the watches missed; raises at the end if a list failed."""
-        await _each(self._check_kinds, self._check_pods, self._check_revisions)
+        await _each(self._check_kinds, self._check_pods, self._check_revisions, self._find_unselected)
 
     async def _check_kinds(self) -> None:
         await _each(*(partial(self._check_kind, kind) for kind in self.stores if kind not in self.missing))
@@ -287,6 +295,15 @@ class Caches:
         if store.drifted(*listed):
             await asyncio.sleep(CATCH_UP_SECONDS)  # the watch may only be a moment behind
         self._count_drift(kind, len(store.correct(*listed)))
+
+    async def _find_unselected(self) -> None:
+        """Find objects of ours that lost the label by which the informers select, while no operator watched."""
+        namespaces = {key.namespace for key in self.known()}
+        await asyncio.gather(self.owned_pods.sweep(namespaces), self.owned_revisions.sweep(namespaces))
+
+    def adopt(self, resource: Resource, raw: bytes) -> None:
+        """Take in a pod or ControllerRevision of ours that the API server has, and no cache."""
+        (self.owned_pods if resource is PODS else self.owned_revisions).adopt(raw)
 
     async def _check_pods(self) -> None:
         self._count_drift("pods", await self.pod_informer.drift())
@@ -464,6 +481,6 @@ def target_of(pod: Pod) -> ReplicaTarget | None:
         uid=pod.uid,
         address=address_of(pod),
         service=key,
-        is_draining=pod.labels.get(names.LABEL_STATE) == names.STATE_DRAINING,
+        is_draining=intended_state(pod) is PodState.DRAINING,
         is_starting=not server.started,
     )

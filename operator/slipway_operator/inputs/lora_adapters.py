@@ -7,6 +7,7 @@ from typing import Any, cast
 from slipway_api import names
 from slipway_api.inference_service import DirectAccess
 from slipway_api.lora_adapter import AdapterPodStatus, LoRAAdapter, PlacementMode
+from slipway_api.pod_labels import takes_requests
 from slipway_api.types import ServiceKey
 from slipway_kube.informer import Change
 from slipway_kube.objects import Pod
@@ -18,6 +19,7 @@ from slipway_operator.core.adapter.observed import AdapterObserved, AdapterPod, 
 from slipway_operator.core.adapter.plan import plan
 from slipway_operator.inputs.caches import Inputs
 from slipway_operator.inputs.inference_services import served_name
+from slipway_operator.inputs.labels import controller_of
 
 KIND = LORA_ADAPTERS.kind
 
@@ -209,13 +211,16 @@ class LoRAAdapters:
 
 def pod_facts(pod: Pod) -> PodFacts:
     """The facts of one pod."""
+    owner = controller_of(pod)
     ready, server = pod.condition("Ready"), pod.container(names.SERVER_CONTAINER)
     restarts = server.restart_count if server is not None else 0
     was_ready = server is not None and (bool(server.started) or restarts > 0)
     return PodFacts(
         pod=pod,
-        owner_uid=next((one.uid for one in pod.metadata.owner_references if one.controller), ""),
-        takes_requests=pod.labels.get(names.LABEL_STATE) == names.STATE_SERVING and not pod.is_terminating,
+        owner_uid=owner.uid if owner is not None else "",
+        takes_requests=owner is not None
+        and takes_requests(pod.name, pod.labels, pod.metadata.annotations, service=owner.name)
+        and not pod.is_terminating,
         ready=pod.is_ready and bool(pod.status.pod_ip),
         unready_since=ready.last_transition_time if ready is not None and was_ready and not pod.is_ready else None,
         restarts=restarts,

@@ -1,7 +1,8 @@
 """Converts pods and nodes into the structs from which the core decides, and indexes pods by service.
 
-It only reads, and only from memory. A pod is indexed under the service that its label names; whether the service
-controls the pod is decided in the core, by the owner's uid.
+It only reads, and only from memory. A pod is indexed under the service that controls it, whatever its labels say. A pod
+that nothing of ours controls is indexed under the service of its label, so that its name is avoided; the core compares
+the owner's uid.
 """
 
 from collections import defaultdict
@@ -10,11 +11,20 @@ from typing import NamedTuple, cast
 
 from slipway_api import names
 from slipway_api.moments import read_moment
+from slipway_api.pod_labels import ROUTING_LABELS, read_identity
 from slipway_api.types import ServiceKey
 from slipway_kube.informer import Change
 from slipway_kube.objects import ContainerStatus, Node, Pod, Terminated
 from slipway_operator.core import observed as seen
 from slipway_operator.core.node_taints import find_departure, is_shut_down
+from slipway_operator.inputs.labels import (
+    controller_of,
+    edited_labels,
+    intended_state,
+    pool_name,
+    pulls,
+    service_name,
+)
 
 _STARTING = ("", "ContainerCreating", "PodInitializing")  # reasons of `waiting` of a container without a problem
 TERMINATION_MESSAGE_SHOWN = 300  # characters of it that go into a condition
@@ -28,14 +38,14 @@ class PoolKey(NamedTuple):
 
 
 class PodIndex:
-    """Pods by the service that their label names, and services by node, so that no event walks over all pods."""
+    """Pods by the service that they belong to, and services by node, so that no event walks over all pods."""
 
     def __init__(self) -> None:
         self._pods: defaultdict[ServiceKey, dict[str, Pod]] = defaultdict(dict)
         self._on_node: defaultdict[str, dict[ServiceKey, int]] = defaultdict(dict)  # how many pods of each
 
     def saw(self, change: Change, old: Pod | None, new: Pod | None) -> set[ServiceKey]:
-        """Apply one change; returns the services that it concerns: two, when the pod's label changed."""
+        """Apply one change; returns the services that it concerns: two, if the pod changed hands."""
         concerned = set()
         if old is not None and (key := service_of(old)) is not None:
             concerned.add(key)
@@ -74,15 +84,18 @@ class PodIndex:
 
 
 def service_of(pod: Pod) -> ServiceKey | None:
-    """The service that the pod's label names."""
-    name = pod.labels.get(names.LABEL_SERVICE)
+    """The service whose replica the pod is; if nothing of ours controls the pod, the service that its label names."""
+    if pulls(pod):
+        return None
+    name = service_name(pod) if controller_of(pod) is not None else pod.labels.get(names.LABEL_SERVICE)
     return ServiceKey(pod.namespace, name) if name else None
 
 
 def pool_of(pod: Pod) -> PoolKey | None:
     """The WarmPool for which the pod waits, or waited; the pods of a service that the pool had no pod for, too."""
-    annotations = pod.metadata.annotations
-    name = pod.labels.get(names.LABEL_POOL) or annotations.get(names.ANNOTATION_POOL_MISSED)
+    name = pool_name(pod) or pod.metadata.annotations.get(names.ANNOTATION_POOL_MISSED)
+    if controller_of(pod) is None:
+        name = pod.labels.get(names.LABEL_POOL)  # its name is avoided
     return PoolKey(pod.namespace, name) if name else None
 
 
@@ -106,14 +119,17 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
     running = server.state.running if server is not None else None
     unready_since = ready.last_transition_time if ready is not None and not pod.is_ready else None
     digests = annotations.get(names.ANNOTATION_SERVING_TOKEN_SHA256, "")
+    identity, edited = read_identity(pod.name, pod.labels, annotations), edited_labels(pod)
     return seen.Replica(
         name=pod.name,
         uid=pod.uid,
         owner_uid=owner,
-        revision=pod.labels.get(names.LABEL_REVISION, ""),
-        slot=_number(pod.labels.get(names.LABEL_SLOT)),
-        attempt=_number(pod.labels.get(names.LABEL_ATTEMPT)),
-        state=pod.labels.get(names.LABEL_STATE, names.STATE_SERVING),
+        revision=identity.revision,
+        slot=identity.slot,
+        attempt=identity.attempt,
+        state=intended_state(pod).value,
+        edited_labels=edited,
+        is_routed=not any(one.label in ROUTING_LABELS for one in edited),
         created_at=claimed_at or created_at,
         deleted_at=pod.metadata.deletion_timestamp,
         phase=cast(seen.Phase, pod.status.phase or "Pending"),
@@ -150,7 +166,7 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
         safe_to_evict=annotations.get(names.ANNOTATION_SAFE_TO_EVICT, ""),
         do_not_disrupt=annotations.get(names.ANNOTATION_DO_NOT_DISRUPT, ""),
         claimed_at=claimed_at,
-        pool=pod.labels.get(names.LABEL_POOL, ""),
+        pool=pool_name(pod),
         warm_shape=annotations.get(names.ANNOTATION_WARM_SHAPE, ""),
         claims=_number(annotations.get(names.ANNOTATION_CLAIMS)),
         pod_created_at=created_at,
@@ -257,5 +273,5 @@ def _last_end(container: ContainerStatus | None) -> Terminated | None:
 
 
 def _number(text: str | None) -> int:
-    """A label as a number; 0 where it was edited to something else."""
+    """An annotation as a number; 0 if it was edited to something else."""
     return int(text) if text is not None and text.isdecimal() else 0

@@ -14,6 +14,7 @@ from slipway_operator.controller.kinds import Key, StoredObject
 from slipway_operator.controller.queue import Urgency
 from slipway_operator.core.pulls import PullNode, PullPod, PullsSeen
 from slipway_operator.inputs.caches import Inputs
+from slipway_operator.inputs.labels import edited_labels, pulls, service_name
 from slipway_operator.inputs.observer import node_facts
 
 
@@ -83,6 +84,7 @@ def pull_pod(pod: Pod) -> PullPod:
     return PullPod(
         name=pod.name,
         uid=pod.uid,
+        edited_labels=edited_labels(pod),
         owner_uid=next((one.uid for one in pod.metadata.owner_references if one.controller), ""),
         digest=annotations.get(names.ANNOTATION_PRE_PULL_DIGEST, ""),
         node=annotations.get(names.ANNOTATION_PRE_PULL_NODE, ""),
@@ -112,5 +114,5 @@ def pull_node(node: Node) -> PullNode:
 
 
 def _service_of(pod: Pod) -> ServiceKey | None:
-    name = pod.labels.get(names.LABEL_PRE_PULL)
+    name = service_name(pod) if pulls(pod) else ""
     return ServiceKey(pod.namespace, name) if name else None

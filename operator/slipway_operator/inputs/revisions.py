@@ -10,6 +10,7 @@ from slipway_api.types import ServiceKey
 from slipway_kube.informer import Change
 from slipway_kube.objects import Object
 from slipway_operator.core.observed import StoredRevision
+from slipway_operator.inputs.labels import edited_labels_of_revision, service_name
 
 
 class ControllerRevision(Object, frozen=True):
@@ -20,7 +21,7 @@ class ControllerRevision(Object, frozen=True):
 
 
 class RevisionIndex:
-    """ControllerRevisions by the service that their label names."""
+    """ControllerRevisions by the service that controls them; of those that none controls, by their label."""
 
     def __init__(self) -> None:
         self._revisions: defaultdict[ServiceKey, dict[str, ControllerRevision]] = defaultdict(dict)
@@ -48,16 +49,18 @@ class RevisionIndex:
 def revision_facts(revision: ControllerRevision) -> StoredRevision:
     """The facts of one revision."""
     owner = next((reference.uid for reference in revision.metadata.owner_references if reference.controller), "")
+    hash = revision.name.removeprefix(f"{service_name(revision)}-")
     return StoredRevision(
         name=revision.name,
         uid=revision.uid,
         owner_uid=owner,
-        hash=revision.labels.get(names.LABEL_REVISION, ""),
+        hash=hash if service_name(revision) else revision.labels.get(names.LABEL_REVISION, ""),
+        edited_labels=edited_labels_of_revision(revision, hash),
         number=revision.revision,
         data=revision.data,
     )
 
 
 def _service_of(revision: ControllerRevision) -> ServiceKey | None:
-    name = revision.labels.get(names.LABEL_SERVICE)
+    name = service_name(revision) or revision.labels.get(names.LABEL_SERVICE)
     return ServiceKey(revision.namespace, name) if name else None

@@ -20,6 +20,7 @@ from slipway_operator.core.observed import Sample
 from slipway_operator.core.warm_pool.observed import HungryReplica, ObservedPool, PoolPod
 from slipway_operator.core.warm_pool.plan import plan
 from slipway_operator.inputs.caches import Inputs
+from slipway_operator.inputs.labels import service_name
 from slipway_operator.inputs.observer import PoolKey, moment_of, node_facts, replica, service_of
 from slipway_operator.inputs.pool_index import PoolIndex
 
@@ -139,7 +140,7 @@ def pool_pod(pod: Pod, sample: Sample | None, mount_failure: str = "") -> PoolPo
         shape=annotations.get(names.ANNOTATION_WARM_SHAPE, ""),
         template=annotations.get(names.ANNOTATION_WARM_TEMPLATE, ""),
         returned_at=moment_of(pod, names.ANNOTATION_RETURNED_AT),
-        service=pod.labels.get(names.LABEL_SERVICE, ""),
+        service=service_name(pod),
         is_miss=names.ANNOTATION_POOL_MISSED in annotations,
     )
 

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
+from slipway_api.pod_labels import PodState, read_state
 from slipway_api.warm_pool import WarmPool
 from slipway_kube.informer import Change
 from slipway_kube.objects import Pod
@@ -82,7 +83,7 @@ def _read(pool: StoredObject) -> WarmPool | None:
 def waits(pod: Pod, pool_uid: str) -> bool:
     """Whether the pod waits for a claim in the pool of this uid."""
     owners = {owner.uid for owner in pod.metadata.owner_references if owner.controller}
-    return owners == {pool_uid} and pod.labels.get(names.LABEL_STATE) == names.STATE_WARM
+    return owners == {pool_uid} and read_state(pod.labels) is PodState.WARM
 
 
 def _pool_name(stored: StoredObject | None) -> str:

@@ -39,6 +39,7 @@ from slipway_operator.core.service.replicas import disruption
 from slipway_operator.core.service.replicas.access import port_access
 from slipway_operator.core.service.replicas.assign import Assignment, assign, unhealthy_to_replace
 from slipway_operator.core.service.replicas.drain import DrainRules, drain_replica
+from slipway_operator.core.service.replicas.edited import restore_edited
 from slipway_operator.core.service.replicas.pod import build_pod, pod_name
 from slipway_operator.core.service.replicas.undrain import take_back
 from slipway_operator.core.service.rollout import steps as rollout
@@ -85,10 +86,11 @@ def plan(observed: Observed, now: datetime) -> Plan:
     observed = with_known_shape(observed)
     service = observed.service
     members = _our_replicas(observed, now)
+    restored = restore_edited(observed, now)
     if service.is_being_deleted:
-        return _drain_all(observed, members, now)
+        return _drain_all(observed, members, restored, now)
     if observed.fault:
-        return _leave_alone(observed, members, now)
+        return _leave_alone(observed, members, restored, now)
 
     records = load_revisions(service, observed.revisions)
     asked = choose_revision(service, observed.defaults.runtime_image, records.readable, now)
@@ -132,7 +134,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
         stable_assignment=_assign_stable(observed, members, target, rolling.step, unhealthy, now),
     )
 
-    steps = ask_hub(observed) + _add_finalizer(service)
+    steps = restored + ask_hub(observed) + _add_finalizer(service)
     steps += _remove(observed, decided, now, may_begin=may_act)
     if may_act and target.revision.spec is not None:
         steps += taken_back.steps
@@ -400,7 +402,7 @@ def _created(name: str, reason: str) -> Event:
     return Event(reason=EventReason.REPLICA_CREATED, action="Create", message=f"created {name}: {reason}", pod=name)
 
 
-def _drain_all(observed: Observed, members: tuple[Member, ...], now: datetime) -> Plan:
+def _drain_all(observed: Observed, members: tuple[Member, ...], restored: Steps, now: datetime) -> Plan:
     """Drain every replica of a service that is being deleted, then release our finalizer."""
     service = observed.service
     if names.FINALIZER not in service.metadata.finalizers:
@@ -412,7 +414,7 @@ def _drain_all(observed: Observed, members: tuple[Member, ...], now: datetime) -
     if not holding:
         release = RemoveFinalizer(finalizer=names.FINALIZER, reason="no replica is left to drain")
         return Plan(actions=(release,), status=None)
-    steps, returns = Steps(), Returns(observed, now)
+    steps, returns = restored, Returns(observed, now)
     for member in holding:
         next_step = drain_replica(member.replica, _drain_rules(service), now, reason=DELETION)
         steps += returns.instead_of_deletion(member.replica, next_step)
@@ -425,10 +427,15 @@ def _drain_all(observed: Observed, members: tuple[Member, ...], now: datetime) -
     )
 
 
-def _leave_alone(observed: Observed, members: tuple[Member, ...], now: datetime) -> Plan:
-    """Change nothing of a service whose spec cannot be read; only write a status that says why."""
+def _leave_alone(observed: Observed, members: tuple[Member, ...], restored: Steps, now: datetime) -> Plan:
+    """Change nothing but labels of a service whose spec cannot be read; write a status that says why."""
     status = invalid_status(observed, members, now)
-    return Plan(status=status, events=tuple(find_warnings(observed.service.status, status)))
+    return Plan(
+        actions=restored.actions,
+        status=status,
+        events=(*restored.events, *find_warnings(observed.service.status, status)),
+        requeue_after=_seconds_until(restored.again_at, now),
+    )
 
 
 def _wake_at(observed: Observed, decided: Decided, steps: Steps, now: datetime) -> datetime | None:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from slipway_api import names
 from slipway_api.warm_pool import WarmPool
 from slipway_operator.core.actions import Failure
 from slipway_operator.core.observed import Defaults, Node, Replica, TokenDigests
@@ -20,7 +19,7 @@ class PoolPod:
     shape: str = ""  # annotation slipway.dev/warm-shape
     template: str = ""  # annotation slipway.dev/warm-template
     returned_at: datetime | None = None  # annotation slipway.dev/returned-at; None: no service has had it
-    service: str = ""  # label: of a claimed pod, and of one that was started cold
+    service: str = ""  # of a claimed pod, and of one that was started cold
     is_miss: bool = False  # started cold by a service that names the pool
 
     @property
@@ -47,7 +46,7 @@ class PoolPod:
 
     def waits_for(self, pool_uid: str) -> bool:
         """Whether it belongs to the pool, and nobody has claimed it."""
-        return self.replica.owner_uid == pool_uid and self.replica.state == names.STATE_WARM
+        return self.replica.owner_uid == pool_uid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

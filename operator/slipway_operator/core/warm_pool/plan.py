@@ -19,6 +19,7 @@ from slipway_api.warm_pool_conditions import PoolEvent
 from slipway_operator.core.actions import Action, CreatePod, DeletePod, Event, earliest
 from slipway_operator.core import words
 from slipway_operator.core.health import is_cordoned, is_lost
+from slipway_operator.core.labels import restore_labels
 from slipway_operator.core.service.replicas.access import PortAccess, derive_nonce
 from slipway_operator.core.service.replicas.assign import backoff
 from slipway_operator.core.service.status.mounts import describe_mount, is_for_author
@@ -66,6 +67,7 @@ def plan(observed: ObservedPool, now: datetime) -> PoolPlan:
     if pool.is_being_deleted:
         return PoolPlan(status=None)  # the garbage collector deletes the pods that wait, and spares claimed ones
     waiting = [pod for pod in observed.pods if pod.waits_for(pool.metadata.uid)]
+    restored = restore_labels((pod.replica for pod in waiting), reason=PoolEvent.LABELS_RESTORED)
     uses = count_uses(pool.status, observed.pods)
     size = wanted_size(pool.spec, uses.listed, now)
     shape = shape_of_pool(pool, observed.defaults.runtime_image)
@@ -105,6 +107,7 @@ def plan(observed: ObservedPool, now: datetime) -> PoolPlan:
     status = build_status(observed, counts, uses, now)
     booted = frozenset(pod.name for pod in left if _can_be_claimed(pod, observed))
     events = (
+        *restored.events,
         *(one.event for one in removals if one.event is not None),
         *status_events(observed, status, counts, uses, booted),
     )
@@ -114,7 +117,7 @@ def plan(observed: ObservedPool, now: datetime) -> PoolPlan:
         next_recycling(left, pool.spec, now),
     )
     return PoolPlan(
-        actions=(*(_delete(one) for one in removals), *ask_for_models(left), *creations),
+        actions=(*restored.actions, *(_delete(one) for one in removals), *ask_for_models(left), *creations),
         status=status,
         events=events,
         requeue_after=None if again_at is None else max(0.0, (again_at - now).total_seconds()),
@@ -275,7 +278,7 @@ def _is_live(pod: PoolPod, observed: ObservedPool, now: datetime) -> bool:
 def _can_be_claimed(pod: PoolPod, observed: ObservedPool) -> bool:
     node = observed.nodes.get(pod.replica.node)
     is_node_well = node is None or (node.ready and not node.cordoned)
-    return pod.is_booted and is_node_well and not pod.has_ended
+    return pod.is_booted and is_node_well and not pod.has_ended and pod.replica.is_routed
 
 
 def _is_claimed(pod: PoolPod, observed: ObservedPool, now: datetime) -> bool:

@@ -69,8 +69,7 @@ def _begin(replica: Replica, rules: DrainRules, now: datetime, reason: str) -> S
 
 
 def _go_on(replica: Replica, rules: DrainRules, now: datetime) -> Steps:
-    # A draining label without the annotation was set by hand; the pod's creation is the only time that stays fixed.
-    started = replica.drain_started or replica.created_at
+    started = replica.drain_started or now
     deadline = started + rules.timeout
     sample = replica.sample if replica.sample and replica.sample.at >= started else None
 

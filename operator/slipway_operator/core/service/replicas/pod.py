@@ -12,6 +12,7 @@ from slipway_api.inference_service import InferenceService
 from slipway_api.model_flags import model_flags
 from slipway_api.model_spec import SamplingDefaults, WarmPrompt
 from slipway_api.overlay import ContainerOverlay, PodOverlay
+from slipway_api.pod_labels import ReplicaIdentity
 from slipway_api.runtime_api import ModelSpec
 from slipway_api.runtime_spec import SpeculationMethod
 from slipway_operator.core.observed import NodeCache, PodUser
@@ -60,6 +61,7 @@ def build_pod(
             "labels": overlay.metadata.labels | _labels(service, revision, slot, attempt),
             "annotations": startup_annotations(service)
             | overlay.metadata.annotations
+            | {names.ANNOTATION_REPLICA: str(ReplicaIdentity(revision.hash, slot, attempt))}
             | {names.ANNOTATION_SERVED_NAME: service.served_name}
             | access.annotations(),
             "ownerReferences": [owner_reference(service)],
@@ -81,7 +83,7 @@ def build_pod(
 def _labels(service: InferenceService, revision: Revision, slot: int, attempt: int) -> dict[str, str]:
     return {
         names.LABEL_MANAGED_BY: names.MANAGED_BY,
-        "app.kubernetes.io/name": service.metadata.name,
+        names.LABEL_APP_NAME: service.metadata.name,
         names.LABEL_SERVICE: service.metadata.name,
         names.LABEL_REVISION: revision.hash,
         names.LABEL_SLOT: str(slot),

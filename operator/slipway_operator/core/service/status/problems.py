@@ -31,6 +31,7 @@ from slipway_api import names
 from slipway_api.conditions import Condition, ConditionType, Reason, find_condition
 from slipway_api.inference_status import AttemptStatus
 from slipway_api.memory import DoesNotFit
+from slipway_api.pod_labels import ROUTING_LABELS
 from slipway_api.runtime_api import ReadyReason
 from slipway_operator.core.health import STARTING, Member, Stage
 from slipway_operator.core.observed import Observed, Replica
@@ -259,13 +260,22 @@ def _subject(replica: Replica) -> str:
 
 def describe_stage(member: Member) -> str:
     """Says in which stage this replica is, and nothing about the cause."""
-    return _STAGE_SENTENCES[member.stage].format(replica=member.replica.name)
+    return _describe_edited(member.replica) or _STAGE_SENTENCES[member.stage].format(replica=member.replica.name)
+
+
+def _describe_edited(replica: Replica) -> str:
+    edited = ", ".join(str(one) for one in replica.edited_labels if one.label in ROUTING_LABELS)
+    if not edited or not replica.ready or replica.deleted_at is not None:
+        return ""
+    return f"{replica.name} gets no requests until the operator has restored its labels: {edited}"
 
 
 def _describe_unready(member: Member, observed: Observed) -> str:
     replica, node = member.replica, observed.nodes.get(member.replica.node)
     if replica.sample is not None and replica.sample.draining:
         return f"{replica.name} is draining"
+    if edited := _describe_edited(replica):
+        return edited
     why = f"node {replica.node} does not answer" if node is not None and not node.ready else _why_unready(replica)
     consequence = ", for so long that it is to be replaced" if member.stage is Stage.UNHEALTHY else ""
     return f"{replica.name}{UNREADY}{why}{consequence}"
