@@ -25,6 +25,7 @@ STATE_WARM: Final = "warm"
 
 FINALIZER: Final = f"{GROUP}/drain"
 FIELD_MANAGER: Final = "slipway-operator"
+FIELD_MANAGER_REPLICAS: Final = "slipway-operator-replicas"
 FIELD_MANAGER_META: Final = "slipway-operator-meta"
 FIELD_MANAGER_ADAPTERS: Final = "slipway-operator-adapters"  # one manager a purpose: an apply drops what it leaves out
 

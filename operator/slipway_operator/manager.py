@@ -50,6 +50,7 @@ from slipway_operator.masters import GatewayKeys, Masters
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.probes import Verdict
 from slipway_operator.replica_client import Address, Dial, ReplicaClient
+from slipway_operator.replicas_writer import replicas_performers
 from slipway_operator.settings import OperatorSettings, installation_defaults
 from slipway_operator.smoke_client import SmokeTests
 
@@ -231,7 +232,7 @@ class Manager:
             self.caches.stores,
             self.caches.pod_informer.get,
             metrics,
-            performers={**self._adapter_calls.performers, **self._hub.performers},
+            performers={**self._adapter_calls.performers, **self._hub.performers, **replicas_performers(writer)},
             now=clock.now,
             monotonic=clock.monotonic,
         )
