@@ -33,6 +33,7 @@ FIELD_MANAGER_ADAPTERS: Final = "slipway-operator-adapters"  # one manager a pur
 ANNOTATION_APPLIED: Final = f"{GROUP}/applied"  # digest of the manifest that we applied last
 ANNOTATION_DRAIN_REASON: Final = f"{GROUP}/drain-reason"
 ANNOTATION_DRAIN_STARTED: Final = f"{GROUP}/drain-started"  # RFC 3339; the drain clock survives the operator
+ANNOTATION_REPLACE: Final = f"{GROUP}/replace"  # RFC 3339; written by `kubectl slipway drain` on a pod
 ANNOTATION_SERVED_NAME: Final = f"{GROUP}/served-name"  # the served name of the pod's runtime
 ANNOTATION_ADMIN_NONCE: Final = f"{GROUP}/admin-nonce"  # random for each pod; its admin tokens are derived from it
 # Comma-separated hex digests of the serving tokens that the pod accepts; absent: it accepts requests without one.

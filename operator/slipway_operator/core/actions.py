@@ -28,7 +28,7 @@ class AddFinalizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetReplicas:
-    """Write spec.replicas, which is absent, so that an HPA or KEDA can read /scale. A number that is set by now stays."""
+    """Write the absent spec.replicas, so that an HPA or KEDA can read /scale. A number that is set by now stays."""
 
     replicas: int
     reason: str

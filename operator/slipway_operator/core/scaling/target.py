@@ -65,7 +65,7 @@ def find_target(observed: Observed, members: Sequence[Member], *, capacity_short
 
 
 def set_replicas(service: InferenceService, target: ScaleTarget) -> Steps:
-    """Writes spec.replicas once in mode External if the manifest leaves it out: an HPA cannot read a scale without it."""
+    """Writes spec.replicas once in mode External if the manifest omits it: an HPA cannot read a scale without it."""
     policy = service.spec.autoscaling
     is_external = policy is not None and policy.mode is ScalingMode.EXTERNAL
     if not is_external or service.spec.replicas is not None or service.spec.suspend:
