@@ -263,11 +263,6 @@ class InferenceServiceSpec(Struct):
             ".replicas",
         ),
         Rule(
-            "!has(self.autoscaling) || self.autoscaling.mode != 'External' || has(self.replicas)",
-            "autoscaling.mode External needs replicas: the number to start with, which kubectl scale, an HPA or KEDA "
-            "then writes",
-        ),
-        Rule(
             "!has(self.budget) || !has(self.budget.maxGPUs) || self.resources.gpu.count <= self.budget.maxGPUs",
             "budget.maxGPUs must allow one replica: at least resources.gpu.count",
             ".budget.maxGPUs",
@@ -296,7 +291,8 @@ class InferenceServiceSpec(Struct):
     """An overlay for the pods, within an allow-list."""
     replicas: int | None = Field(default=None, ge=0, le=1000)
     """A fixed number of replicas, with autoscaling.mode Advisory too, or with External the one written through /scale.
-    Absent: 1, or with autoscaling what the autoscaler decides."""
+    If absent, 1, or with autoscaling the autoscaler's number; with External the operator writes the first number once,
+    so that a manifest without the field does not reset an HPA's."""
     autoscaling: Autoscaling | None = None
     """The autoscaler's limits, metrics and behavior."""
     rollout: Rollout = Rollout()

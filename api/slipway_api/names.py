@@ -26,6 +26,7 @@ STATE_WARM: Final = "warm"
 
 FINALIZER: Final = f"{GROUP}/drain"
 FIELD_MANAGER: Final = "slipway-operator"
+FIELD_MANAGER_REPLICAS: Final = "slipway-operator-replicas"
 FIELD_MANAGER_META: Final = "slipway-operator-meta"
 FIELD_MANAGER_ADAPTERS: Final = "slipway-operator-adapters"  # one manager a purpose: an apply drops what it leaves out
 
@@ -34,6 +35,7 @@ ANNOTATION_APPLIED: Final = f"{GROUP}/applied"  # digest of the manifest that we
 ANNOTATION_DRAIN_REASON: Final = f"{GROUP}/drain-reason"
 ANNOTATION_DRAIN_STARTED: Final = f"{GROUP}/drain-started"  # RFC 3339; the drain clock survives the operator
 ANNOTATION_REPLICA: Final = f"{GROUP}/replica"  # revision, slot and attempt: labels are edited, and restored from it
+ANNOTATION_REPLACE: Final = f"{GROUP}/replace"  # RFC 3339; written by `kubectl slipway drain` on a pod
 ANNOTATION_SERVED_NAME: Final = f"{GROUP}/served-name"  # the served name of the pod's runtime
 ANNOTATION_ADMIN_NONCE: Final = f"{GROUP}/admin-nonce"  # random for each pod; its admin tokens are derived from it
 # Comma-separated hex digests of the serving tokens that the pod accepts; absent: it accepts requests without one.

@@ -123,6 +123,12 @@ class Cluster:
         with _explained(f"pod {self.namespace}/{pod}"):
             self._core.create_namespaced_pod_eviction(pod, self.namespace, body)
 
+    def request_replacement(self, pod: str, moment: str) -> None:
+        """Annotates a pod, so that the operator replaces it within the surge: the replacement is ready first."""
+        body = {"metadata": {"annotations": {names.ANNOTATION_REPLACE: moment}}}
+        with _explained(f"pod {self.namespace}/{pod}"):
+            self._core.patch_namespaced_pod(pod, self.namespace, body)
+
     def server_version(self) -> str:
         """The version of the API server."""
         with _explained("the API server's version"):

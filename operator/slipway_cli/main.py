@@ -159,7 +159,7 @@ def drain(
     namespace: Namespace = "",
     context: Context = "",
 ) -> None:
-    """Drain one replica and replace it, through the eviction API: refused while others are missing."""
+    """Drain one replica and replace it: by eviction, or after its replacement is ready if every replica is needed."""
     cluster = Cluster(namespace, context)
     if pod not in [one["metadata"]["name"] for one in cluster.pods(name)]:
         _fail(f"{pod} is no replica of {name}")
@@ -168,9 +168,11 @@ def drain(
     except ClusterError as exc:
         if exc.status != DISRUPTION_BUDGET:
             raise
-        patch = json.dumps({"spec": {"restartAt": _now()}})
-        advice = f"kubectl -n {cluster.namespace} patch infsvc {name} --type=merge -p '{patch}'"
-        raise ClusterError(f"{exc} Every replica is needed; to replace them one after another: {advice}") from exc
+        cluster.request_replacement(pod, _now())
+        out.print(
+            f"{pod} drains when its replacement is ready: the disruption budget needs every replica", soft_wrap=True
+        )
+        return
     out.print(f"{pod} is being evicted: it finishes its requests, and another replica takes its place")
 
 

@@ -53,6 +53,7 @@ from slipway_operator.masters import GatewayKeys, Masters
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.probes import Verdict
 from slipway_operator.replica_client import Address, Dial, ReplicaClient
+from slipway_operator.replicas_writer import replicas_performers
 from slipway_operator.settings import OperatorSettings, installation_defaults
 from slipway_operator.smoke_client import SmokeTests
 
@@ -242,6 +243,7 @@ class Manager:
                 **self._adapter_calls.performers,
                 **self._hub.performers,
                 **LabelWriter(writer).performers,
+                **replicas_performers(writer),
             },
             now=clock.now,
             monotonic=clock.monotonic,

@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import logging
 import sys
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 
 import kopf
@@ -19,8 +20,9 @@ from pydantic import ValidationError
 from slipway_api import __version__, logs, names
 from slipway_kube import auth
 from slipway_kube.client import Client
-from slipway_kube.errors import NoCredentials
+from slipway_kube.errors import KubeError, NoCredentials
 from slipway_operator import handlers as handlers  # the import registers the handlers
+from slipway_operator.installation_keys import create_missing_keys
 from slipway_operator.keepalive import KeptConnections
 from slipway_operator.manager import Manager, exempt_caches_from_collection
 from slipway_operator.masters import MissingKey
@@ -98,6 +100,18 @@ async def serve(settings: OperatorSettings, *, stop: asyncio.Event | None = None
     log.info("operator stopped")
 
 
+async def create_keys(settings: OperatorSettings, secrets: Sequence[str]) -> None:
+    """Create the Secrets that do not exist yet in the namespace of the release."""
+    async with Client(auth.load(), user_agent=user_agent()) as client:
+        await create_missing_keys(client, settings.namespace, secrets)
+
+
+def _command(arguments: argparse.Namespace, settings: OperatorSettings) -> Coroutine[None, None, None]:
+    if arguments.command == "create-keys":
+        return create_keys(settings, arguments.secrets)
+    return serve(settings)
+
+
 def user_agent() -> str:
     """The User-Agent header, which the API server's audit log records."""
     return f"slipway-operator/{__version__}"
@@ -109,8 +123,15 @@ def run() -> None:
         prog="slipway-operator", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"slipway-operator {__version__} ({names.API_VERSION})")
-    parser.add_argument("command", nargs="?", choices=["run"], default="run", help="run the operator (the default)")
-    parser.parse_args()
+    parser.add_argument(
+        "command",
+        nargs="?",
+        choices=["run", "create-keys"],
+        default="run",
+        help="run the operator (the default), or create the Secrets of its keys that do not exist, and end",
+    )
+    parser.add_argument("secrets", nargs="*", metavar="SECRET", help="of create-keys: names in SLIPWAY_NAMESPACE")
+    arguments = parser.parse_args()
     try:
         settings = OperatorSettings()
     except ValidationError as exc:
@@ -120,6 +141,6 @@ def run() -> None:
         # kopf logs at INFO that a handler succeeded, for each event of each object; its warnings are kept.
         logging.getLogger("kopf.objects").setLevel(logging.WARNING)
         logging.getLogger(kopf_watching.__name__).addFilter(handlers.RepeatedRefusals())
-        asyncio.run(serve(settings))
-    except (NoCredentials, MissingKey) as exc:
+        asyncio.run(_command(arguments, settings))
+    except (NoCredentials, MissingKey, KubeError) as exc:
         sys.exit(f"slipway-operator: {exc}")

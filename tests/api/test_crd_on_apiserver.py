@@ -135,7 +135,6 @@ def test_kubectl_explains_every_field(api, field, words):
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # what is wrong, the spec, the sentence
     ("both replicas and autoscaling", {"replicas": 2, "autoscaling": {"maxReplicas": 3}}, "replicas must be absent"),
-    ("External without replicas", {"autoscaling": {"mode": "External", "maxReplicas": 3}}, "External needs replicas"),
     ("min above max", {"autoscaling": {"minReplicas": 5, "maxReplicas": 3}}, "must not exceed maxReplicas"),
     ("no max", {"autoscaling": {"minReplicas": 1}}, "spec.autoscaling.maxReplicas: Required value"),
     ("no metrics", {"autoscaling": {"maxReplicas": 3, "metrics": []}}, "need at least one metric"),

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import pytest
@@ -57,8 +58,9 @@ def test_version_and_kubeconfig_stand_before_the_verb(tmp_path):
         Cluster.kubeconfig = None
 
 
-def test_a_drain_that_the_disruption_budget_forbids_names_the_command_that_replaces_the_replica(monkeypatch):
+def test_a_drain_that_the_disruption_budget_forbids_asks_for_a_replacement_first(monkeypatch):
     """review/shipping.md 15: the only replica of a service can never be evicted."""
+    annotated = []
 
     class OneReplica:
         namespace = "team"
@@ -71,10 +73,15 @@ def test_a_drain_that_the_disruption_budget_forbids_names_the_command_that_repla
         def evict(self, pod: str) -> None:
             raise ClusterError(f"pod team/{pod}: Cannot evict pod as it would violate the budget.", 429)
 
+        def request_replacement(self, pod: str, moment: str) -> None:
+            annotated.append((pod, datetime.fromisoformat(moment).tzinfo))
+
     monkeypatch.setattr(cli, "Cluster", OneReplica)
     result = CliRunner().invoke(cli.app, ["drain", "chat", "chat-0"])
 
-    assert 'kubectl -n team patch infsvc chat --type=merge -p \'{"spec": {"restartAt":' in str(result.exception)
+    assert result.exit_code == 0, result.exception
+    assert annotated == [("chat-0", UTC)]
+    assert "chat-0 drains when its replacement is ready" in result.output
 
 
 def test_a_table_in_a_pipe_is_not_folded():

@@ -42,6 +42,12 @@ app.kubernetes.io/component: {{ .part }}
 {{ .Values.gatewayKey.existingSecret | default (printf "%s-gateway-key" .Values.name) }}
 {{- end -}}
 
+{{- /* The Secrets that the operator creates if they do not exist, each after a space. */ -}}
+{{- define "slipway.ownSecrets" -}}
+{{- if not .Values.adminMaster.existingSecret }} {{ include "slipway.masterSecret" . }}{{ end -}}
+{{- if not .Values.gatewayKey.existingSecret }} {{ include "slipway.gatewayKeySecret" . }}{{ end -}}
+{{- end -}}
+
 {{- define "slipway.gatewayURL" -}}
 {{- $scheme := ternary "https" "http" (ne .Values.gateway.tls.secretName "") -}}
 {{- $inside := printf "%s://%s-gateway.%s.svc.%s:%d" $scheme .Values.name .Release.Namespace .Values.clusterDomain (int64 .Values.gateway.service.port) -}}
@@ -115,6 +121,9 @@ volumes:
     secret:
       secretName: {{ include "slipway.masterSecret" .root }}
       defaultMode: 0440
+      {{- if not .root.Values.adminMaster.existingSecret }}
+      optional: true  # the init container creates it
+      {{- end }}
   {{- end }}
   {{- if eq .part "gateway" }}
   {{- if .root.Values.gateway.snapshot.enabled }}
@@ -150,6 +159,9 @@ volumes:
     secret:
       secretName: {{ include "slipway.gatewayKeySecret" .root }}
       defaultMode: 0440
+      {{- if and (eq .part "operator") (not .root.Values.gatewayKey.existingSecret) }}
+      optional: true  # the init container creates it; a gateway waits for it
+      {{- end }}
   - name: tmp
     emptyDir: {medium: Memory, sizeLimit: 64Mi}
 {{- end -}}

@@ -27,6 +27,14 @@ class AddFinalizer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SetReplicas:
+    """Write the absent spec.replicas, so that an HPA or KEDA can read /scale. A number that is set by now stays."""
+
+    replicas: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RemoveFinalizer:
     """Remove our finalizer: the service has no replica left to drain. After this the plan writes no status."""
 
@@ -248,6 +256,7 @@ class SmokeResult:
 Action = (
     AddFinalizer
     | RemoveFinalizer
+    | SetReplicas
     | CreatePod
     | ClaimPod
     | ReturnPod

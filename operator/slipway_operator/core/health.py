@@ -30,7 +30,7 @@ from datetime import datetime, timedelta
 from enum import Enum
 from typing import Final
 
-from slipway_api.names import STATE_DRAINING
+from slipway_api.names import ANNOTATION_REPLACE, STATE_DRAINING
 from slipway_api.types import rfc3339
 from slipway_operator.core.observed import Node, Replica
 
@@ -243,6 +243,8 @@ def _why_it_leaves(replica: Replica, nodes: Mapping[str, Node], restart_at: date
     # The API server writes whole seconds: within the second of restartAt a replica counts as new.
     if restart_at is not None and restart_at <= now and replica.created_at < restart_at.replace(microsecond=0):
         return f"it is older than spec.restartAt, {rfc3339(restart_at)}"
+    if replica.replace_requested is not None and replica.replace_requested <= now:
+        return f"its pod has the annotation {ANNOTATION_REPLACE}"
     return ""
 
 

@@ -145,6 +145,7 @@ class Replica:
     drain_reason: str = ""  # annotation slipway.dev/drain-reason
     leaving_since: datetime | None = None  # annotation slipway.dev/node-leaving-since
     drain_forced: datetime | None = None  # annotation slipway.dev/node-drain-forced
+    replace_requested: datetime | None = None  # annotation slipway.dev/replace
     safe_to_evict: str = ""  # annotation of cluster-autoscaler; "": absent
     do_not_disrupt: str = ""  # annotation of Karpenter; "": absent
     claimed_at: datetime | None = None  # annotation slipway.dev/claimed-at; None: it was created for the service

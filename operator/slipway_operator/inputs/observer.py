@@ -163,6 +163,7 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
         drain_reason=annotations.get(names.ANNOTATION_DRAIN_REASON, ""),
         leaving_since=read_moment(annotations.get(names.ANNOTATION_NODE_LEAVING_SINCE)),
         drain_forced=read_moment(annotations.get(names.ANNOTATION_NODE_DRAIN_FORCED)),
+        replace_requested=read_moment(annotations.get(names.ANNOTATION_REPLACE)),
         safe_to_evict=annotations.get(names.ANNOTATION_SAFE_TO_EVICT, ""),
         do_not_disrupt=annotations.get(names.ANNOTATION_DO_NOT_DISRUPT, ""),
         claimed_at=claimed_at,

@@ -6,7 +6,7 @@
 | none         | spec.replicas, else 1                       | none                                   |
 | Active       | what is recommended                         | decides                                |
 | Advisory     | spec.replicas, else the present one         | status, condition and event Advice     |
-| External     | spec.replicas, as far as the budget allows  | none                                   |
+| External     | spec.replicas, else the present one; budget | none                                   |
 | Paused       | the present one                             | none                                   |
 
 The present number is the one in status. A service that never had one starts with minReplicas, and with 1 where that is
@@ -21,7 +21,7 @@ from slipway_api.autoscaling import Autoscaling, MetricType, ScalingMode
 from slipway_api.conditions import ConditionStatus, ConditionType, Reason, find_condition
 from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import AutoscalingStatus
-from slipway_operator.core.actions import earliest
+from slipway_operator.core.actions import SetReplicas, Steps, earliest
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed, ScalingMemory
 from slipway_operator.core.profiles import apply_profile
@@ -62,6 +62,16 @@ def find_target(observed: Observed, members: Sequence[Member], *, capacity_short
     recommendation = _recommend(observed, policy, members, memory, held, within_budget, capacity_shortage, now)
     desired = recommendation.desired if policy.mode is ScalingMode.ACTIVE else held
     return ScaleTarget(desired=desired, recommendation=recommendation, memory=memory)
+
+
+def set_replicas(service: InferenceService, target: ScaleTarget) -> Steps:
+    """Writes spec.replicas once in mode External if the manifest omits it: an HPA cannot read a scale without it."""
+    policy = service.spec.autoscaling
+    is_external = policy is not None and policy.mode is ScalingMode.EXTERNAL
+    if not is_external or service.spec.replicas is not None or service.spec.suspend:
+        return Steps()
+    reason = "autoscaling.mode is External and spec.replicas is absent"
+    return Steps(actions=(SetReplicas(replicas=target.desired, reason=reason),))
 
 
 def _held(service: InferenceService) -> int:

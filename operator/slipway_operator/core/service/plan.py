@@ -30,7 +30,7 @@ from slipway_operator.core.actions import (
 )
 from slipway_operator.core.health import GONE_AFTER, Limits, Member, Stage, judge, next_change
 from slipway_operator.core.observed import Observed, PastRecommendation, ScalingMemory
-from slipway_operator.core.scaling.target import find_target
+from slipway_operator.core.scaling.target import find_target, set_replicas
 from slipway_operator.core.service.children import children
 from slipway_operator.core.service.model.fit import check_fit
 from slipway_operator.core.service.model.hub_facts import ask_hub, hold_until, known_facts, with_known_shape
@@ -134,7 +134,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
         stable_assignment=_assign_stable(observed, members, target, rolling.step, unhealthy, now),
     )
 
-    steps = restored + ask_hub(observed) + _add_finalizer(service)
+    steps = restored + ask_hub(observed) + _add_finalizer(service) + set_replicas(service, scale)
     steps += _remove(observed, decided, now, may_begin=may_act)
     if may_act and target.revision.spec is not None:
         steps += taken_back.steps

@@ -2,6 +2,7 @@
 
 import pytest
 
+from slipway_operator.core.actions import SetReplicas
 from slipway_operator.core.service.plan import plan
 from tests.builders import T0, a_service, edited, promised, seen
 from tests.operator.core.scaling.test_scaling_stories import shared
@@ -106,6 +107,26 @@ def test_external_mode_is_the_number_in_the_spec():
 
     assert len(world.ready) == 3
     assert told(world) == ("True", "External", "spec.replicas decides, written through /scale")
+
+
+@pytest.mark.capability("AS-10")
+@pytest.mark.parametrize(("suspend", "writes"), [(False, [2]), (True, [])])
+def test_external_mode_without_replicas_starts_with_the_present_number_and_has_it_written_once(suspend, writes):
+    """review/operator-users.md 5: an HPA cannot read a scale without spec.replicas."""
+    service = a_service(suspend=suspend, autoscaling={"mode": "External", "minReplicas": 2, "maxReplicas": 5})
+    planned = plan(seen(service), T0)
+
+    assert [one.replicas for one in planned.actions if isinstance(one, SetReplicas)] == writes
+    assert planned.status.desired_replicas == (0 if suspend else 2)
+    written = edited(service, suspend=False, replicas=3)
+    assert not any(isinstance(one, SetReplicas) for one in plan(seen(written), T0).actions)
+
+
+@pytest.mark.capability("AS-10")
+@pytest.mark.parametrize("mode", ["Active", "Advisory", "Paused", None])
+def test_in_no_other_mode_does_the_operator_write_the_spec(mode):
+    scaling = {"autoscaling": {"mode": mode, "maxReplicas": 5}} if mode else {}
+    assert not any(isinstance(one, SetReplicas) for one in plan(seen(a_service(**scaling)), T0).actions)
 
 
 TWO_GPUS = {"resources": {"gpu": {"count": 2}}, "runtime": {"tensorParallelSize": 2}}

@@ -1,5 +1,7 @@
 """spec.suspend and spec.restartAt."""
 
+from dataclasses import replace
+
 import pytest
 
 from slipway_api.inference_service import InferenceService
@@ -103,6 +105,26 @@ def test_restart_replaces_every_replica_within_the_surge_without_a_new_revision(
     world.run(3600)
     assert (world.created, world.writes) == (created, writes), "each is restarted once"
     assert any("spec.restartAt" in one.message for one in world.events)
+
+
+@pytest.mark.capability("PL-10")
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_pod_with_the_annotation_replace_is_replaced_first_and_alone(replicas):
+    """review/shipping.md 15: an only replica could not be drained, because no eviction of it is ever allowed."""
+    world = running(replicas, rollout={"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}})
+    chosen, *others = world.ready
+    staying = {pod.replica.uid for pod in others}
+    chosen.replica = replace(chosen.replica, replace_requested=world.now)
+
+    for _ in range(200):
+        world.tick()
+        assert len(world.ready) >= replicas
+
+    ready = {pod.replica.uid for pod in world.ready}
+    assert len(ready) == replicas
+    assert ready > staying if staying else ready
+    assert chosen.replica.uid not in ready
+    assert any("slipway.dev/replace" in one.message for one in world.events)
 
 
 @pytest.mark.capability("PL-10")
