@@ -16,8 +16,8 @@ from typing import Any, Final
 from slipway_api import names
 from slipway_api.warm_pool import WarmPoolStatus
 from slipway_api.warm_pool_conditions import PoolEvent
-from slipway_operator.core.actions import Action, CreatePod, DeletePod, Event, earliest
 from slipway_operator.core import words
+from slipway_operator.core.actions import Action, CreatePod, DeletePod, Event, earliest
 from slipway_operator.core.health import is_cordoned, is_lost
 from slipway_operator.core.service.replicas.access import PortAccess, derive_nonce
 from slipway_operator.core.service.replicas.assign import backoff
