@@ -66,7 +66,7 @@ def build_status(observed: AdapterObserved, steps: Sequence[Step], now: datetime
     write(AdapterCondition.SOURCE_RESOLVED, _resolved(observed, steps, info is not None))
     write(AdapterCondition.STALLED, stalled)
     is_moving = loaded < len(steps) and stalled is None
-    progress = f"{loaded} of {count(len(steps), 'replica')} have it"
+    progress = f"{loaded} of {count(len(steps), 'replica has', 'replicas have')} it"
     write(
         AdapterCondition.RECONCILING,
         (ConditionStatus.TRUE, AdapterReason.LOADING, progress) if is_moving else None,
@@ -215,7 +215,7 @@ def _loaded(observed: AdapterObserved, steps: Sequence[Step]) -> Verdict:
     if loaded == len(steps):
         return ConditionStatus.TRUE, AdapterReason.LOADED, f"{count(loaded, 'replica has', 'replicas have')} {name}"
     reason = AdapterReason.PARTIALLY_LOADED if loaded else AdapterReason.LOADING
-    return ConditionStatus.FALSE, reason, f"{loaded} of {count(len(steps), 'replica')} have {name}"
+    return ConditionStatus.FALSE, reason, f"{loaded} of {count(len(steps), 'replica has', 'replicas have')} {name}"
 
 
 def _resolved(observed: AdapterObserved, steps: Sequence[Step], is_there: bool) -> Verdict:
