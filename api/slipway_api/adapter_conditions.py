@@ -50,11 +50,20 @@ class AdapterEvent(StrEnum):
     ADAPTER_EVICTED = "AdapterEvicted"
     ADAPTER_LOAD_FAILED = "AdapterLoadFailed"
     NAME_CONFLICT = "NameConflict"
+    BASE_NOT_FOUND = "BaseNotFound"
+    CAPACITY_EXCEEDED = "CapacityExceeded"
+    REFUSED = "Refused"
 
     @property
     def type(self) -> str:
         """`Normal` or `Warning`, the types of events.k8s.io/v1."""
-        return "Warning" if self in (AdapterEvent.ADAPTER_LOAD_FAILED, AdapterEvent.NAME_CONFLICT) else "Normal"
+        return "Warning" if self in _WARNINGS else "Normal"
+
+
+_WARNINGS: Final = frozenset(
+    {AdapterEvent.ADAPTER_LOAD_FAILED, AdapterEvent.NAME_CONFLICT, AdapterEvent.BASE_NOT_FOUND}
+    | {AdapterEvent.CAPACITY_EXCEEDED, AdapterEvent.REFUSED}
+)
 
 
 # Causes that repeating the load does not remove: they hold until the adapter, its Secret or its base is changed.
@@ -121,6 +130,12 @@ STALLED_CAUSES: Final = {
     **FAILURE_CAUSES,
 }
 
+# Causes that are no failed load: their event has the reason of the condition.
+_STALLED_EVENTS: Final = (
+    *(AdapterReason.NAME_CONFLICT, AdapterReason.BASE_NOT_FOUND, AdapterReason.CAPACITY_EXCEEDED),
+    AdapterReason.REFUSED,
+)
+
 _SOURCE_REASONS: Final = (
     AdapterReason.DOWNLOAD_FAILED,
     AdapterReason.DIGEST_MISMATCH,
@@ -162,7 +177,7 @@ EVENTS: Final = {
     AdapterEvent.ADAPTER_UNLOADED: "Replicas dropped it; why.",
     AdapterEvent.ADAPTER_EVICTED: "A replica drops it to make room (mode OnDemand); how many it has, how idle it was.",
     AdapterEvent.ADAPTER_LOAD_FAILED: "A replica could not load it; the cause, and when it is tried again.",
-    AdapterEvent.NAME_CONFLICT: "An older adapter or service has the name.",
+    **{AdapterEvent(one.value): STALLED_CAUSES[one].meaning for one in _STALLED_EVENTS},
 }
 
 

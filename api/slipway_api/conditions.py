@@ -192,6 +192,7 @@ _NORMAL_EVENTS = frozenset(
         EventReason.ROLLOUT_STARTED,
         EventReason.CANARY_STEP_COMPLETED,
         EventReason.CANARY_PROMOTED,
+        EventReason.CANARY_INCONCLUSIVE,  # so is every analysis until it has enough requests
         EventReason.ROLLOUT_COMPLETED,
         EventReason.SUSPENDED,
         EventReason.RESUMED,
@@ -223,7 +224,10 @@ PENDING: Mapping[str, Any] = {
     "type": ConditionType.READY.value,
     "status": ConditionStatus.UNKNOWN.value,
     "reason": PENDING_REASON,
-    "message": "waiting for the operator",
+    "message": (
+        "waiting for the operator; if this lasts, check that an operator leads (kubectl get lease in its namespace) and "
+        "that this namespace is among the chart's watchNamespaces"
+    ),
     "lastTransitionTime": "1970-01-01T00:00:00Z",
 }
 """The Ready condition of an object that the operator has not seen, which the CRDs have as a default.

@@ -16,6 +16,7 @@ from slipway_api.names import (
     PATH_OUTCOMES,
     PATH_READY,
 )
+from slipway_api.words import count
 from slipway_gateway.apis import COUNTING_PATHS, GENERATING_PATHS, refusal_response
 from slipway_gateway.errors import Refusal, not_synced, unknown_model, unknown_path, wrong_method
 from slipway_gateway.fleet import Fleet
@@ -162,14 +163,14 @@ class Admin:
         """Ready once everything was listed; a later outage of the API server does not make it unready."""
         view = self._fleet.view()
         if self._leaving:
-            reason, message = "ShuttingDown", f"{self._requests.open} requests are finishing"
+            reason, message = "ShuttingDown", f"{count(self._requests.open, 'request is', 'requests are')} finishing"
         elif not view.synced:
             reason, message = "Syncing", "Pods and InferenceServices have not been listed yet"
             message += f": {view.refusal}" if view.refusal else ""
         elif not self._tenancy.is_usable:
             reason, message = "TenantsInvalid", self._tenancy.fault
         else:
-            reason, message = "Ready", f"{len(self._fleet.table)} services are routed"
+            reason, message = "Ready", f"{count(len(self._fleet.table), 'service is', 'services are')} routed"
             if view.from_snapshot:
                 message += f", as they were {view.age_seconds:.0f} s ago, because the API server does not answer"
             if view.refusal:

@@ -200,7 +200,7 @@ def service_requests_full(service: str) -> Refusal:
 
 def calls_full(open_calls: int, limit: int) -> Refusal:
     """The tenant has too many open calls to files and batches."""
-    message = f"{open_calls} calls of this tenant to files and batches are open; the limit is {limit}."
+    message = f"Open calls of this tenant to files and batches: {open_calls}; the limit is {limit}."
     return Refusal(429, "RateLimitError", message, retry_after=1)
 
 
@@ -225,7 +225,8 @@ def cannot_start(model: str, reason: str, *, is_adapter: bool = False) -> Refusa
     Meaning and remedy are those of the table of conditions. The condition's own message is not sent to clients, because
     it may name Secrets, nodes and images.
     """
-    causes: dict[str, Cause] = dict(ADAPTER_CAUSES if is_adapter else STALLED_CAUSES)
+    table = ADAPTER_CAUSES if is_adapter else STALLED_CAUSES
+    causes: dict[str, Cause] = {key.value: cause for key, cause in table.items()}
     kind, does = ("LoRAAdapter", "load") if is_adapter else ("InferenceService", "start")
     parts = [f"No replica can {does} {model}: {reason}."]
     if (cause := causes.get(reason)) is not None:

@@ -22,6 +22,7 @@ from aiohttp import web
 
 from slipway_api.names import HEADER_DEADLINE, HEADER_TOKEN_IDS
 from slipway_api.stream_marks import REPORT, RESUME
+from slipway_api.words import count
 from slipway_gateway.apis import GENERATING_PATHS
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.forwarding import Forwarder, uncancel
@@ -152,7 +153,8 @@ class Handover:
                 record.failed.append((endpoint.revision, AttemptFailure.LOST))
             record.upstream_failed = False
             if crashes > MAX_CRASHES:
-                return self._failed(record, "crashes", f"{journal.broken}, and {crashes} replicas were lost with it")
+                lost = count(crashes, "replica was", "replicas were")
+                return self._failed(record, "crashes", f"{journal.broken}, and {lost} lost with it")
             until = min(loop.time() + self._wait_seconds, stream.deadline)
             leg, broken = Leg.NOT_TAKEN, journal.broken
             while leg is Leg.NOT_TAKEN:

@@ -17,6 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
+from slipway_api.words import count
 from slipway_gateway.tenants import Tenant
 
 WINDOW_SECONDS: Final = 60
@@ -156,7 +157,8 @@ def _over_concurrency(tenant: Tenant, usage: Usage, gateways: int) -> Denied | N
     limit = tenant.concurrency
     if limit is None or usage.open < share(limit, gateways):
         return None
-    reason = f"{usage.open} requests are open at this gateway; {_limit(limit, 'at once', gateways)}"
+    are_open = count(usage.open, "request is", "requests are")
+    reason = f"{are_open} open at this gateway; {_limit(limit, 'at the same time', gateways)}"
     return Denied("concurrency", reason, 1.0)
 
 
@@ -167,7 +169,9 @@ def _over_rate(tenant: Tenant, usage: Usage, now: float, gateways: int) -> Denie
     part, used = share(limit, gateways), usage.requests.total(now)
     if used < part:
         return None
-    reason = f"{used} requests in the last minute at this gateway; {_limit(limit, 'requests a minute', gateways)}"
+    reason = (
+        f"{count(used, 'request')} in the last minute at this gateway; {_limit(limit, 'requests a minute', gateways)}"
+    )
     return Denied("requests", reason, usage.requests.seconds_until(now, part - 1))
 
 
@@ -177,17 +181,18 @@ def _over_tokens(tenant: Tenant, usage: Usage, tokens: int, now: float, gateways
         return None
     part, used = share(limit, gateways), usage.tokens.total(now)
     if tokens > limit:
-        return Denied("tokens", f"this request needs about {tokens} tokens; the limit is {limit} tokens a minute", None)
+        needed = count(tokens, "token")
+        return Denied("tokens", f"this request needs about {needed}; the limit is {limit} a minute", None)
     # One that is larger than this gateway's part is let through alone, or N gateways would refuse what one would take.
     if used + tokens <= part or used == 0:
         return None
     reason = (
-        f"about {used} tokens in the last minute at this gateway, and this request needs about {tokens}; "
+        f"about {count(used, 'token')} in the last minute at this gateway, and this request needs about {tokens}; "
         f"{_limit(limit, 'tokens a minute', gateways)}"
     )
     return Denied("tokens", reason, usage.tokens.seconds_until(now, max(0, part - tokens)))
 
 
 def _limit(limit: int, unit: str, gateways: int) -> str:
-    divided = f", divided by {gateways} gateways" if gateways > 1 else ""
+    divided = f", divided by {count(gateways, 'gateway')}" if gateways > 1 else ""
     return f"the limit is {limit} {unit}{divided}"

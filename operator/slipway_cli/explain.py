@@ -11,6 +11,7 @@ from slipway_api.inference_service import InferenceService, InferenceServiceSpec
 from slipway_api.memory import GIB, DoesNotFit, Fits, footprint
 from slipway_api.runtime_spec import Dtype
 from slipway_api.types import parse_quantity
+from slipway_api.words import count
 from slipway_operator.core.profiles import apply_profile
 from slipway_operator.core.service.model.fit import check_fit, missing_on_host, model_shape, needs_of, planned_dtype
 from slipway_operator.core.service.status.advice import find_advice
@@ -149,7 +150,8 @@ def _verdict(service: InferenceService, fit: Fits | DoesNotFit | None) -> str:
     if isinstance(fit, DoesNotFit):
         return fit.message
     if isinstance(fit, Fits):
-        return f"fits: {fit.max_sequences} requests of {service.spec.runtime.max_model_len} tokens at once"
+        requests = count(fit.max_sequences, "concurrent request")
+        return f"fits: {requests} of {count(service.spec.runtime.max_model_len, 'token')}"
     if not service.spec.resources.gpu.count:
         return _verdict_on_cpu(service.spec)
     return (

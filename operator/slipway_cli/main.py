@@ -20,6 +20,7 @@ from rich.table import Table
 import slipway_api
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
+from slipway_api.words import count
 from slipway_cli.bundle import write_bundle
 from slipway_cli.cluster import KINDS, Cluster, ClusterError, with_our_finalizer
 from slipway_cli.explain import explain_plan, explain_scaling, explain_status
@@ -86,7 +87,7 @@ def status(name: Name, namespace: Namespace = "", context: Context = "", output:
         )
     if (cost := found["cost"]) is not None:
         out.print(
-            f"cost: {cost.get('perHour', '?')} {cost['currency']} an hour for {cost['gpus']} GPUs; "
+            f"cost: {cost.get('perHour', '?')} {cost['currency']} an hour for {count(cost['gpus'], 'GPU')}; "
             f"{cost.get('perMillionOutputTokens', '?')} {cost['currency']} for a million output tokens",
             soft_wrap=True,
         )
@@ -102,7 +103,7 @@ def why_scale(name: Name, namespace: Namespace = "", context: Context = "", outp
     found = explain_scaling(Cluster(namespace, context).service(name))
     if output is Output.JSON:
         return _print_json(found)
-    out.print(f"{found['name']}: {found['desired']} replicas, decided by {found['decidedBy']}")
+    out.print(f"{found['name']}: {count(found['desired'], 'replica')}, decided by {found['decidedBy']}")
     out.print(found["because"], soft_wrap=True)
     if found["limitedBy"]:
         limit = LIMIT_NAMES[found["limitedBy"]]
@@ -136,7 +137,7 @@ def rollback(
     cluster = Cluster(namespace, context)
     known = [one.hash for one in cluster.service(name).status.revisions if one.hash.startswith(revision)]
     if len(known) != 1:
-        _fail(f"{len(known)} revisions of {name} begin with {revision}")
+        _fail(f"{count(len(known), 'revision')} of {name} start with {revision}, not one")
     _annotate(cluster, name, names.ANNOTATION_ROLLBACK_TO, known[0])
 
 
@@ -237,7 +238,8 @@ def simulate_load(
     peak = max(moment.desired for moment in result.moments)
     longest = max(moment.waiting for moment in result.moments)
     out.print(
-        f"{result.requests} requests, {result.unfinished} unfinished at the end; at most {peak} replicas, "
+        f"{count(result.requests, 'request')}, {result.unfinished} unfinished at the end; "
+        f"at most {count(peak, 'replica')}, "
         f"{result.replica_hours:.2f} replica hours; longest queue {longest}; "
         f"wait before the first token p50 {result.wait_p50:.1f}s, p95 {result.wait_p95:.1f}s",
         soft_wrap=True,

@@ -120,6 +120,10 @@ class AdapterCalls:
         """(boot id, digest) that answered a probe."""
         return frozenset(self._probed.get(uid, ()))
 
+    def route_failure(self, uid: str) -> str:
+        """Why the annotation by which the gateway routes to this pod could not be written; empty: it could."""
+        return self._routes.failure(uid)
+
     def is_busy(self, uid: str, adapter: str) -> bool:
         """Whether a call about the adapter is under way on the replica, or a write is not in the caches yet."""
         return (uid, adapter) in self._busy or self._routes.is_changing(uid, adapter)

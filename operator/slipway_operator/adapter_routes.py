@@ -9,7 +9,7 @@ import structlog
 
 from slipway_api import names
 from slipway_api.types import ServiceKey
-from slipway_kube.errors import KubeError
+from slipway_kube.errors import KubeError, StatusError
 from slipway_kube.objects import Pod
 from slipway_kube.resources import PODS
 from slipway_kube.writer import Writer
@@ -17,6 +17,7 @@ from slipway_kube.writer import Writer
 log = structlog.get_logger()
 
 GATHER_SECONDS: Final = 0.05  # changes within so long are one write
+PAUSE_SECONDS: Final = 4.0  # after a refused write; the plan repeats it after 5 s
 SHOWN_SECONDS: Final = 5.0  # until the caches show a write; afterwards the plan may repeat it
 
 
@@ -45,6 +46,7 @@ class PodRoutes:
         self._pod_of = pod_of
         self._on_written = on_written
         self._pods: dict[str, _Changes] = {}
+        self._failures: dict[str, tuple[str, float]] = {}  # by uid: the error, and until when nothing is written
         self._tasks: set[asyncio.Task[None]] = set()
 
     def is_changing(self, uid: str, adapter: str) -> bool:
@@ -53,7 +55,9 @@ class PodRoutes:
         return changes is not None and adapter in changes.wanted
 
     def change(self, service: ServiceKey, pod: str, uid: str, adapter: str, *, is_routed: bool) -> None:
-        """Add the adapter to the pod's annotation, or remove it, in a moment."""
+        """Add the adapter to the pod's annotation, or remove it, in a moment; not soon after a refusal."""
+        if asyncio.get_running_loop().time() < self._failures.get(uid, ("", 0.0))[1]:
+            return
         changes = self._pods.setdefault(uid, _Changes(service, pod, {}))
         changes.wanted[adapter] = is_routed
         if not changes.is_writing:
@@ -62,8 +66,13 @@ class PodRoutes:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
+    def failure(self, uid: str) -> str:
+        """Why the annotation of this pod could not be written the last time; empty: it could."""
+        return self._failures.get(uid, ("", 0.0))[0]
+
     def forget(self, uid: str) -> None:
         """Forget a pod that is deleted."""
+        self._failures.pop(uid, None)
         self._pods.pop(uid, None)
 
     async def stop(self) -> None:
@@ -79,7 +88,11 @@ class PodRoutes:
             now = dict(changes.wanted)
             try:
                 await self._write(uid, changes, now)
+                self._failures.pop(uid, None)
             except KubeError as exc:
+                is_lasting = isinstance(exc, StatusError) and exc.status < 500 and exc.status not in (404, 409, 429)
+                until = asyncio.get_running_loop().time() + PAUSE_SECONDS
+                self._failures[uid] = (str(exc) if is_lasting else "", until)
                 log.info("the pod's adapters are not written; the plan repeats it", pod=changes.pod, error=str(exc))
             changes.wanted = {one: on for one, on in changes.wanted.items() if now.get(one) is not on}
             self._on_written(changes.service, frozenset(now))

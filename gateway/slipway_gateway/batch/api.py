@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from aiohttp import BodyPartReader, web
 
+from slipway_api.words import count
 from slipway_gateway.batch.limits import BatchLimits
 from slipway_gateway.batch.room import Rooms, Upload
 from slipway_gateway.batch.store import ENDED, BatchStore, Folder, Record, new_id
@@ -182,7 +183,7 @@ def check_input(path: Path, endpoint: str, most: int) -> tuple[int, list[dict[st
             if not line.strip():
                 continue
             total += 1
-            fault = _fault_of(line, endpoint, ids) if total <= most else f"more than {most} requests"
+            fault = _fault_of(line, endpoint, ids) if total <= most else f"more than {count(most, 'request')}"
             if fault:
                 faults.append({"code": "invalid_request", "line": number, "message": fault, "param": None})
             if total > most or len(faults) >= MAX_ERRORS:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from slipway_api.words import count
 from slipway_gateway.batch.limits import BatchLimits
 from slipway_gateway.batch.store import Folder
 from slipway_gateway.errors import bad_request, too_large
@@ -66,7 +67,8 @@ class Rooms:
         if room.files >= self._limits.files:
             if not room.uploads:
                 self._rooms.pop(tenant, None)
-            raise bad_request(f"This tenant has {room.files} files; the limit is {self._limits.files}. Delete some.")
+            files = count(room.files, "file")
+            raise bad_request(f"This tenant has {files}; the limit is {self._limits.files}. Delete some.")
         room.files += 1
         room.uploads += 1
         upload = Upload(room, self._limits)

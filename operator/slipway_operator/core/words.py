@@ -1,10 +1,9 @@
-"""Counts in sentences, with singular and plural right, and sentences that several conditions and events share."""
+"""Words that several conditions and events share, and counts with singular and plural right."""
 
 from typing import Final
 
+from slipway_api.words import count
+
+__all__ = ["REFUSED_KEY", "count"]
+
 REFUSED_KEY: Final = "the operator's token (401): was the Secret slipway-admin-master replaced?"
-
-
-def count(number: int, one: str, many: str = "") -> str:
-    """`1 replica`, `2 replicas`; with a verb: `count(n, "replica is", "replicas are")`."""
-    return f"{number} {one if number == 1 else many or one + 's'}"

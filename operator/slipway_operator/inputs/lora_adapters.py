@@ -134,9 +134,10 @@ class LoRAAdapters:
         """The same observation with the results of earlier passes."""
         carried = cast("Carried | None", memory.carried)
         if carried is None:
-            return observed
+            return replace(observed, failures=memory.failures)
         return replace(
             observed,
+            failures=memory.failures,
             entries=carried.entries,
             counted=carried.counted,
             unrouted=carried.unrouted,
@@ -189,6 +190,7 @@ class LoRAAdapters:
             listing=self._calls.listing(uid),
             silent_since=self._calls.silent_since(uid),
             probed=self._calls.probed(uid),
+            route_failure=self._calls.route_failure(uid),
             outcome=self._calls.outcome(uid, adapter),
             busy=self._calls.is_busy(uid, adapter),
             is_listing=self._calls.is_listing(uid),

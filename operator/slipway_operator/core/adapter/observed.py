@@ -9,6 +9,7 @@ from datetime import datetime
 
 from slipway_api.lora_adapter import AdapterPodStatus, LoRAAdapter, PlacementMode
 from slipway_api.runtime_api import AdapterInfo
+from slipway_operator.core.actions import Failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,8 @@ class AdapterPod:
     probed: frozenset[tuple[str, str]] = frozenset()
     """(boot id, digest) that answered a probe."""
     outcome: Outcome | None = None
+    route_failure: str = ""
+    """Why the pod's annotation could not be written; empty: it could, or is not yet to be."""
     busy: bool = False
     """Whether a call about this adapter on this replica is under way, or its result is not in the caches yet."""
     is_listing: bool = False
@@ -127,6 +130,8 @@ class AdapterObserved:
     """By uid of a pod that is to drop the adapter: since when it is not routed."""
     written_at: datetime | None = None
     """When the status last changed."""
+    failures: tuple[Failure, ...] = ()
+    """The writes that the API server refused in the last pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

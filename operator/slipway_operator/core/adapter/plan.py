@@ -17,8 +17,15 @@ from slipway_operator.core.adapter import on_demand, placement
 from slipway_operator.core.adapter.calls import UnrouteAdapter
 from slipway_operator.core.adapter.observed import AdapterObserved
 from slipway_operator.core.adapter.on_demand import OnDemandChoice
-from slipway_operator.core.adapter.status import build_status, find_events
+from slipway_operator.core.adapter.status import (
+    base_is_missing_at,
+    build_status,
+    find_events,
+    stalled_events,
+    unclaimed_status,
+)
 from slipway_operator.core.adapter.steps import Step, counted, list_again, unwanted_step, wanted_step
+from slipway_operator.core.words import count
 
 CALLS_PER_PASS: Final = 20  # results bring the next pass; so many keep the slots of a service busy
 UNREACHABLE_FOR: Final = timedelta(seconds=30)  # a deletion waits no longer for a replica that does not answer
@@ -47,7 +54,9 @@ def plan(observed: AdapterObserved, now: datetime) -> AdapterPlan:
     if names.FINALIZER not in adapter.metadata.finalizers:
         # Before the first load, so that a deletion takes the adapter off its replicas.
         claim = AddFinalizer(finalizer=names.FINALIZER, reason="its replicas drop it before it goes")
-        return AdapterPlan(actions=(claim,), status=None, requeue_after=0.0)
+        refused = unclaimed_status(observed, now)
+        events = tuple(stalled_events(observed, refused)) if refused is not None else ()
+        return AdapterPlan(actions=(claim,), status=refused, events=events, requeue_after=0.0)
 
     may_load = observed.base is not None and observed.base.has_room and observed.rival is None
     entries = _entries(observed)
@@ -65,6 +74,8 @@ def plan(observed: AdapterObserved, now: datetime) -> AdapterPlan:
     status = _slowly(observed, newest, now)
     calls = [step.call for step in (*wanted, *leaving) if step.call is not None]
     moments = [*(step.again_at for step in (*wanted, *leaving)), choice.again_at]
+    if observed.base is None and (missing_at := base_is_missing_at(adapter)) > now:
+        moments.append(missing_at)
     if newest != status:
         moments.append(now + PROGRESS_EVERY)
     held = len(calls) > CALLS_PER_PASS
@@ -121,10 +132,10 @@ def _leave_all(observed: AdapterObserved, now: datetime) -> AdapterPlan:
     left = [one for one in steps if not (one.pod.current is None and waited >= UNREACHABLE_FOR)]
     if not left or waited >= longest:
         skipped = [one.pod.name for one in steps]
-        count = len(observed.pods) - len(skipped)
-        message = f"{adapter.adapter_name} is unloaded from {count} replicas"
+        dropped = count(len(observed.pods) - len(skipped), "replica")
+        message = f"{adapter.adapter_name} is unloaded from {dropped}"
         if skipped:
-            message += f"; {len(skipped)} did not answer in time and were skipped: {', '.join(skipped[:5])}"
+            message += f"; {count(len(skipped), 'replica')} did not answer in time, skipped: {', '.join(skipped[:5])}"
         release = RemoveFinalizer(finalizer=names.FINALIZER, reason=message)
         gone = Event(reason=AdapterEvent.ADAPTER_UNLOADED, action="Unload", message=message)
         return AdapterPlan(actions=(release,), status=None, events=(gone,))

@@ -3,7 +3,7 @@
 | base, replicas                       | Ready                                                  |
 |--------------------------------------|--------------------------------------------------------|
 | another object has the name          | False NameConflict (Stalled)                           |
-| no such service                      | False BaseNotFound                                     |
+| no such service                      | False BaseNotFound (Stalled, after BASE_MAY_COME)      |
 | no room for adapters in its spec     | False CapacityExceeded (Stalled)                       |
 | it has and wants no replicas         | True BaseScaledToZero                                  |
 | no replica is ready                  | False NoReadyPods                                      |
@@ -14,23 +14,29 @@
 | none has it yet                      | Unknown Loading                                        |
 """
 
+import re
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from slipway_api.adapter_conditions import FAILURE_CAUSES, AdapterCondition, AdapterEvent, AdapterReason
 from slipway_api.conditions import ConditionStatus, find_condition, remove_condition, set_condition
-from slipway_api.lora_adapter import AdapterPodStatus, LoRAAdapterStatus, PlacementMode, PodState
+from slipway_api.lora_adapter import AdapterPodStatus, LoRAAdapter, LoRAAdapterStatus, PlacementMode, PodState
 from slipway_api.runtime_api import AdapterInfo
 from slipway_operator.core.actions import Event
 from slipway_operator.core.adapter.observed import AdapterObserved
 from slipway_operator.core.adapter.steps import Step
+from slipway_operator.core.service.status.refusals import judge_refusal
+from slipway_operator.core.words import count
 
 PODS_SHOWN: Final = 64
 LAST_USED_EVERY: Final = timedelta(seconds=60)
 SOURCE_FAULTS: Final = frozenset(
     {AdapterReason.DOWNLOAD_FAILED, AdapterReason.DIGEST_MISMATCH, AdapterReason.CREDENTIALS_INVALID}
 )
+
+BASE_MAY_COME: Final = timedelta(seconds=10)  # applied together, the adapter may be seen before its base
+_FLAG: Final = re.compile(r" \(--[a-z-]+\)")  # of the runtime's command line: users of Kubernetes set fields
 
 Verdict = tuple[ConditionStatus, AdapterReason, str]
 
@@ -54,13 +60,13 @@ def build_status(observed: AdapterObserved, steps: Sequence[Step], now: datetime
         )
 
     ready = _ready(observed, steps)
-    stalled = _stalled(observed, steps, ready)
+    stalled = _stalled(observed, steps, ready, now)
     write(AdapterCondition.READY, ready)
     write(AdapterCondition.LOADED, _loaded(observed, steps))
     write(AdapterCondition.SOURCE_RESOLVED, _resolved(observed, steps, info is not None))
     write(AdapterCondition.STALLED, stalled)
     is_moving = loaded < len(steps) and stalled is None
-    progress = f"{loaded} of {len(steps)} replicas have it"
+    progress = f"{loaded} of {count(len(steps), 'replica has', 'replicas have')} it"
     write(
         AdapterCondition.RECONCILING,
         (ConditionStatus.TRUE, AdapterReason.LOADING, progress) if is_moving else None,
@@ -103,21 +109,39 @@ def find_events(
         yield Event(reason=AdapterEvent.ADAPTER_SWAPPED, action="Swap", message=message)
     elif is_complete and (not was_complete or before.desired_replicas != status.desired_replicas):
         took = max((one.entry.load_seconds for one in steps if one.entry.load_seconds is not None), default=None)
-        message = f"{name} is loaded on {status.loaded} replicas" + (f"; the slowest took {took} s" if took else "")
+        loaded = count(status.loaded_replicas or 0, "replica")
+        message = f"{name} is loaded on {loaded}" + (f"; the slowest took {took} s" if took else "")
         yield Event(reason=AdapterEvent.ADAPTER_LOADED, action="Load", message=message)
     for pod, sentence in failed:
         message = f"{pod} could not load {name}: {sentence}"
         yield Event(reason=AdapterEvent.ADAPTER_LOAD_FAILED, action="Load", message=message, pod=pod)
-    was_stalled = find_condition(before.conditions, AdapterCondition.STALLED)
+    yield from stalled_events(observed, status)
+
+
+def stalled_events(observed: AdapterObserved, status: LoRAAdapterStatus) -> Iterator[Event]:
+    """The event of a new cause of Stalled; a failed load has its own, with the pod (AdapterLoadFailed)."""
+    was_stalled = find_condition(observed.adapter.status.conditions, AdapterCondition.STALLED)
     stalled = find_condition(status.conditions, AdapterCondition.STALLED)
     is_new = stalled is not None and (was_stalled is None or was_stalled.message != stalled.message)
-    if stalled is not None and is_new and stalled.reason == AdapterReason.NAME_CONFLICT:
-        yield Event(reason=AdapterEvent.NAME_CONFLICT, action="Route", message=stalled.message)
+    if stalled is None or not is_new:
+        return
+    is_load_failure = stalled.reason in FAILURE_CAUSES and any(one.attempts for one in status.pods)
+    if not is_load_failure:
+        yield Event(reason=AdapterEvent(stalled.reason), action="Report", message=stalled.message)
+
+
+def unclaimed_status(observed: AdapterObserved, now: datetime) -> LoRAAdapterStatus | None:
+    """The status of an adapter whose finalizer the API server refuses, so that nothing loads it; None: it does not."""
+    if not _refusal(observed):
+        return None
+    return build_status(observed, (), now)
 
 
 def _ready(observed: AdapterObserved, steps: Sequence[Step]) -> Verdict:
     """Condition Ready, by the table in the module's docstring."""
     adapter, base, rival = observed.adapter, observed.base, observed.rival
+    if (refusal := _refusal(observed)) and not any(_is_loaded(one) for one in steps):
+        return ConditionStatus.FALSE, AdapterReason.REFUSED, refusal
     name = adapter.adapter_name
     if rival is not None:
         message = (
@@ -126,7 +150,10 @@ def _ready(observed: AdapterObserved, steps: Sequence[Step]) -> Verdict:
         )
         return ConditionStatus.FALSE, AdapterReason.NAME_CONFLICT, message
     if base is None:
-        message = f"there is no InferenceService {adapter.spec.base_ref.name} in this namespace"
+        message = (
+            f"there is no InferenceService {adapter.spec.base_ref.name} in this namespace; create it, or correct "
+            "spec.baseRef.name"
+        )
         return ConditionStatus.FALSE, AdapterReason.BASE_NOT_FOUND, message
     if not base.has_room:
         message = f"the InferenceService {base.name} has no room for adapters: set its spec.runtime.lora"
@@ -144,32 +171,37 @@ def _ready(observed: AdapterObserved, steps: Sequence[Step]) -> Verdict:
     loaded = sum(_is_loaded(one) for one in steps)
     serving = sum(one.info is not None and one.pod.routed for one in steps)
     if loaded == len(steps):
-        return ConditionStatus.TRUE, AdapterReason.LOADED, f"{loaded} of {len(steps)} replicas answer as {name}"
+        return ConditionStatus.TRUE, AdapterReason.LOADED, f"{_of(loaded, steps)} as {name}"
     failed = next((one for one in steps if one.entry.attempts), None)
-    why = f"; {failed.entry.name}: {failed.entry.message}" if failed else ""
+    why = f"; {failed.entry.name}: {_failure(observed, failed)}" if failed else ""
     if serving:
-        message = f"{serving} of {len(steps)} replicas answer as {name}{why}"
+        message = f"{_of(serving, steps)} as {name}{why}"
         return ConditionStatus.TRUE, AdapterReason.PARTIALLY_LOADED, message
     if failed is not None and failed.entry.state is PodState.UNREACHABLE:
         message = f"no replica of {base.name} answers the operator{why}"
         return ConditionStatus.FALSE, AdapterReason.NO_READY_PODS, message
     if failed is not None:
-        return ConditionStatus.FALSE, AdapterReason(_cause(observed, failed)), f"{failed.entry.message}"
-    return ConditionStatus.UNKNOWN, AdapterReason.LOADING, f"{len(steps)} replicas load it"
+        return ConditionStatus.FALSE, AdapterReason(_cause(observed, failed)), _failure(observed, failed)
+    return ConditionStatus.UNKNOWN, AdapterReason.LOADING, f"{count(len(steps), 'replica loads', 'replicas load')} it"
 
 
-def _stalled(observed: AdapterObserved, steps: Sequence[Step], ready: Verdict) -> Verdict | None:
-    """True when a person has to act: a name or room is missing, or every replica without it has given up."""
+def _stalled(observed: AdapterObserved, steps: Sequence[Step], ready: Verdict, now: datetime) -> Verdict | None:
+    """True when a person has to act: a name, base, right or room is missing, or every replica without it gave up."""
     _, reason, message = ready
+    if refusal := _refusal(observed):
+        return ConditionStatus.TRUE, AdapterReason.REFUSED, refusal
+    if reason is AdapterReason.BASE_NOT_FOUND and now >= base_is_missing_at(observed.adapter):
+        return ConditionStatus.TRUE, reason, message
     if reason is AdapterReason.NAME_CONFLICT or (reason is AdapterReason.CAPACITY_EXCEEDED and not steps):
         return ConditionStatus.TRUE, reason, message
     missing = [one for one in steps if not _is_loaded(one)]
     if not missing or any(one.entry.state is not PodState.FAILED for one in missing):
         return None
     first = missing[0]
+    base = observed.base.name if observed.base is not None else observed.adapter.spec.base_ref.name
     sentence = (
-        f"{len(missing)} of {len(steps)} replicas gave up; {first.entry.name}: {first.entry.message}; "
-        "it is tried again when the spec changes"
+        f"{len(missing)} of {count(len(steps), 'replica')} gave up; {first.entry.name}: {_failure(observed, first)}; "
+        f"it is tried again when the spec of this adapter or of InferenceService {base} changes"
     )
     return ConditionStatus.TRUE, AdapterReason(_cause(observed, first)), sentence
 
@@ -181,9 +213,9 @@ def _loaded(observed: AdapterObserved, steps: Sequence[Step]) -> Verdict:
     if not steps:
         return ConditionStatus.FALSE, AdapterReason.NO_READY_PODS, "no replica should have it now"
     if loaded == len(steps):
-        return ConditionStatus.TRUE, AdapterReason.LOADED, f"{loaded} replicas have {name}"
+        return ConditionStatus.TRUE, AdapterReason.LOADED, f"{count(loaded, 'replica has', 'replicas have')} {name}"
     reason = AdapterReason.PARTIALLY_LOADED if loaded else AdapterReason.LOADING
-    return ConditionStatus.FALSE, reason, f"{loaded} of {len(steps)} replicas have {name}"
+    return ConditionStatus.FALSE, reason, f"{loaded} of {count(len(steps), 'replica has', 'replicas have')} {name}"
 
 
 def _resolved(observed: AdapterObserved, steps: Sequence[Step], is_there: bool) -> Verdict:
@@ -196,6 +228,37 @@ def _resolved(observed: AdapterObserved, steps: Sequence[Step], is_there: bool) 
     if before is not None and before.observed_generation == observed.adapter.metadata.generation:
         return before.status, AdapterReason(before.reason), before.message
     return ConditionStatus.UNKNOWN, AdapterReason.LOADING, "no replica has fetched the files yet"
+
+
+def base_is_missing_at(adapter: LoRAAdapter) -> datetime:
+    """When an adapter without its base is Stalled."""
+    created = adapter.metadata.creation_timestamp
+    return created + BASE_MAY_COME if created is not None else datetime.min.replace(tzinfo=UTC)
+
+
+def _refusal(observed: AdapterObserved) -> str:
+    """The write for this adapter that the API server refuses, of its finalizer or of a pod's annotation; "": none."""
+    judged = (judge_refusal(one) for one in observed.failures)
+    if (first := next(filter(None, judged), None)) is not None:
+        return first[1]
+    refused = next((one for one in observed.pods if one.route_failure and not one.routed), None)
+    return f"the API server refuses the annotation of {refused.name}: {refused.route_failure}" if refused else ""
+
+
+def _failure(observed: AdapterObserved, step: Step) -> str:
+    """The sentence of the replica, with the field that a user of Kubernetes sets instead of a flag."""
+    message = _FLAG.sub("", step.entry.message)
+    cause = FAILURE_CAUSES.get(AdapterReason(_cause(observed, step)))
+    if step.entry.state is PodState.UNREACHABLE or cause is None:
+        return message
+    base = observed.base.name if observed.base is not None else observed.adapter.spec.base_ref.name
+    remedy = cause.remedy.replace("the InferenceService.", f"InferenceService {base}.").rstrip(".")
+    return f"{message}; {remedy[0].lower()}{remedy[1:]}"
+
+
+def _of(number: int, steps: Sequence[Step]) -> str:
+    """`1 of 1 replica answers`, `1 of 2 replicas answer`."""
+    return f"{number} of {count(len(steps), 'replica answers', 'replicas answer')}"
 
 
 def _cause(observed: AdapterObserved, step: Step) -> str:

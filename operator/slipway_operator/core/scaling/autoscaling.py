@@ -19,6 +19,7 @@ from typing import Final
 from slipway_api.autoscaling import Autoscaling, Limit, ScalingRules
 from slipway_api.conditions import Reason
 from slipway_api.inference_status import ScalingDecision
+from slipway_api.words import count
 from slipway_operator.core.actions import earliest
 from slipway_operator.core.observed import PastRecommendation
 from slipway_operator.core.scaling.limits import LIMIT_NAMES, Bounds, bounds_of
@@ -199,9 +200,10 @@ def _with_metrics(
 
 def _before_the_first_answers(policy: Autoscaling, readings: Readings, past: Past, now: datetime) -> Recommendation:
     """Holds the number while the first answers may still be on their way; the condition does not change."""
+    pods = count(readings.ready, "ready pod is", "ready pods are")
     return Recommendation(
         desired=past.current,
-        reason=f"{readings.ready} ready pods are being asked for the first time: holding {past.current}",
+        reason=f"{pods} polled for the first time: holding {past.current}",
         recommended=past.current,
         verdict=Reason.METRICS_MISSING,
         is_active=None,
@@ -221,7 +223,7 @@ def _without_metrics(
     fallback = min(missing.fallback_replicas or 0, bounds.ceiling)
     if now >= since + patience and fallback > past.current:
         reason = (
-            f"{past.current}→{fallback}: no sample from {readings.ready} ready pods "
+            f"{past.current}→{fallback}: no sample from {count(readings.ready, 'ready pod')} "
             f"for {missing.max_hold_seconds}s, so fallbackReplicas counts"
         )
         window = _remember(past, policy, fallback, now)
@@ -233,7 +235,7 @@ def _without_metrics(
             is_active=False,
             recommendations=window,
         )
-    reason = f"none of {readings.ready} ready pods reports its load: holding {past.current}"
+    reason = f"none of {count(readings.ready, 'ready pod')} reports its load: holding {past.current}"
     again_at = since + patience if fallback > past.current else None
     return _hold(policy, past, now, reason=reason, is_active=False, again_at=again_at)
 
@@ -373,4 +375,4 @@ def _evidence(
     named = LIMIT_NAMES[limited_by] if limited_by and desired != recommended else ""
     limit = f"; {recommended} wanted, limited by {named}" if named else ""
     shortage = f": {capacity_shortage}" if limited_by is Limit.LIMITED_BY_CAPACITY else ""
-    return f"{change}: {measured} ({len(readings.metered)}/{readings.ready} pods, {age}s old){limit}{shortage}"
+    return f"{change}: {measured} ({len(readings.metered)}/{count(readings.ready, 'pod')}, {age}s old){limit}{shortage}"

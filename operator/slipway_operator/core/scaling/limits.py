@@ -6,6 +6,7 @@ from typing import Final
 
 from slipway_api.autoscaling import Autoscaling, Limit
 from slipway_api.inference_service import InferenceServiceSpec
+from slipway_api.words import count
 from slipway_operator.core.scaling.schedules import Scheduled
 
 NOTHING_SCHEDULED = Scheduled(None, None)
@@ -55,7 +56,7 @@ def bounds_of(
     ceiling, ceiling_by, limit = policy.max_replicas, f"maxReplicas {policy.max_replicas}", Limit.LIMITED_BY_MAX
     if within_budget is not None and within_budget < ceiling:
         ceiling, limit = within_budget, Limit.LIMITED_BY_BUDGET
-        ceiling_by = f"a budget of {gpus} GPUs for {within_budget} replicas"
+        ceiling_by = f"a budget of {count(gpus or 0, 'GPU')} for {count(within_budget, 'replica')}"
     return Bounds(
         floor=min(max(1, floor), ceiling),
         ceiling=ceiling,

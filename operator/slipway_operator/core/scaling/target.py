@@ -21,6 +21,7 @@ from slipway_api.autoscaling import Autoscaling, MetricType, ScalingMode
 from slipway_api.conditions import ConditionStatus, ConditionType, Reason, find_condition
 from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import AutoscalingStatus
+from slipway_api.words import count
 from slipway_operator.core.actions import SetReplicas, Steps, earliest
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed, ScalingMemory
@@ -90,7 +91,8 @@ def _over_budget(service: InferenceService, held: int) -> str:
     if budget is None or held >= asked:
         return ""
     each = service.spec.resources.gpu.count
-    return f"spec.replicas is {asked}; a budget of {budget.max_gpus} GPUs, {each} for each replica, allows {held}"
+    gpus = count(budget.max_gpus or 0, "GPU")
+    return f"spec.replicas is {asked}; a budget of {gpus}, {each} for each replica, allows {held}"
 
 
 def _recommend(

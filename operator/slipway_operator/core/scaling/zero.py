@@ -25,6 +25,7 @@ from typing import Final
 from slipway_api import names
 from slipway_api.autoscaling import ScaleToZero
 from slipway_api.conditions import Reason
+from slipway_api.words import count
 from slipway_operator.core.actions import earliest
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Demand, PastRecommendation, ScalingMemory
@@ -87,8 +88,7 @@ def at_zero(
 ) -> Recommendation:
     """Decides for a service without replicas; `woken`: since when the annotation slipway.dev/wake asks for one."""
     if demand is not None and demand.waiting_requests:
-        many = demand.waiting_requests
-        requests = "1 request waits" if many == 1 else f"{many} requests wait"
+        requests = count(demand.waiting_requests, "request waits", "requests wait")
         waited = int(demand.longest_wait.total_seconds())
         return Recommendation(
             desired=bounds.floor,
@@ -140,7 +140,7 @@ def down_to_zero(
         return replace(recommendation, again_at=earliest(recommendation.again_at, idle_at))
     reason = (
         f"{past.current}→0: no request at the gateways since {memory.quiet_since:%H:%M:%S} UTC, "
-        f"{rules.idle_seconds}s ago or more, and none at {readings.ready} of {readings.ready} pods"
+        f"{rules.idle_seconds}s ago or more, and none at {readings.ready} of {count(readings.ready, 'pod')}"
     )
     return Recommendation(desired=0, reason=reason, recommended=0, values=recommendation.values, recommendations=())
 

@@ -13,6 +13,7 @@ from slipway_api.conditions import ConditionStatus, Reason
 from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import AdaptersStatus
 from slipway_api.runtime_api import BootList, LoadAdapterRequest
+from slipway_api.words import count
 from slipway_operator.core.adapter.observed import AttachedAdapter
 
 VOLUME: Final = "slipway-adapters"
@@ -62,7 +63,9 @@ def adapters_condition(adapters: Sequence[AttachedAdapter]) -> tuple[ConditionSt
         return None
     missing = [one.name for one in adapters if not one.is_ready]
     if not missing:
-        return ConditionStatus.TRUE, Reason.ADAPTERS_LOADED, f"all {len(adapters)} adapters answer"
+        answer = count(len(adapters), "adapter answers", "adapters answer")
+        return ConditionStatus.TRUE, Reason.ADAPTERS_LOADED, f"{len(adapters)} of {answer}"
     shown = ", ".join(missing[:5]) + (" and others" if len(missing) > 5 else "")
-    sentence = f"{len(missing)} of {len(adapters)} adapters do not answer: {shown}"
+    of_all = count(len(adapters), "adapter does", "adapters do")
+    sentence = f"{len(missing)} of {of_all} not answer: {shown}"
     return ConditionStatus.FALSE, Reason.ADAPTERS_MISSING, sentence

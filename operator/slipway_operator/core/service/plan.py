@@ -392,14 +392,15 @@ def _create_of(observed: Observed, revision: Revision, assignment: Assignment, w
             node_cache=observed.defaults.node_cache,
             user=observed.defaults.pod_user,
         )
-        reason = f"{creation.reason}; {wanted} wanted of revision {revision.hash}"
+        place = f"slot {creation.slot} of {wanted}, revision {revision.hash}"
+        reason = f"created replica {name} ({place}){f': {creation.reason}' if creation.reason else ''}"
         create = CreatePod(name=name, manifest=manifest, reason=reason)
         steps += claims.start_replica(service, revision, creation, create, _created(name, reason))
     return steps
 
 
 def _created(name: str, reason: str) -> Event:
-    return Event(reason=EventReason.REPLICA_CREATED, action="Create", message=f"created {name}: {reason}", pod=name)
+    return Event(reason=EventReason.REPLICA_CREATED, action="Create", message=reason, pod=name)
 
 
 def _drain_all(observed: Observed, members: tuple[Member, ...], restored: Steps, now: datetime) -> Plan:

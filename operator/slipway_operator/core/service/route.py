@@ -24,7 +24,8 @@ def route_condition(observed: Observed, ready: int, stalled: str = "") -> tuple[
         return (
             ConditionStatus.FALSE,
             Reason.NO_GATEWAY,
-            f"0 of {count(gateways.running, 'running gateway')} answer the operator, so no client reaches the service; "
+            f"0 of {count(gateways.running, 'running gateway answers', 'running gateways answer')} the operator, "
+            "so no client reaches the service; "
             f"see kubectl get pods -n {gateways.namespace} -l {gateways.selector}",
         )
     sentence = f"the gateway serves it as {served_name!r}"

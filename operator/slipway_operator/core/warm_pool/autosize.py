@@ -11,6 +11,7 @@ from datetime import datetime, timedelta
 from typing import Final, NamedTuple
 
 from slipway_api.warm_pool import PoolUse, WarmPoolSpec
+from slipway_api.words import count
 
 LOOK_BACK: Final = timedelta(hours=1)
 
@@ -34,5 +35,6 @@ def wanted_size(spec: WarmPoolSpec, uses: Sequence[PoolUse], now: datetime) -> S
     window = timedelta(seconds=auto.cover_seconds)
     peak = max((sum(start <= moment < start + window for moment in recent) for start in recent), default=0)
     pods = min(max(peak, auto.min), auto.max)
-    reason = f"at most {peak} pods were asked for within {auto.cover_seconds}s in the last hour; {auto.min}…{auto.max}"
+    claims = count(peak, "pod was", "pods were")
+    reason = f"at most {claims} requested within {auto.cover_seconds}s in the last hour; {auto.min}…{auto.max}"
     return Size(pods, reason, recent[0] + LOOK_BACK if recent and pods > auto.min else None)

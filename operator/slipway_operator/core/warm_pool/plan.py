@@ -250,7 +250,7 @@ def _refill(observed: ObservedPool, live: Sequence[PoolPod], size: Size, shape: 
         access = PortAccess(nonce=nonce, admin_digests=observed.token_digests(pool.metadata.namespace, name, nonce))
         number = int(name.rsplit("-", 1)[1])
         manifest = _build(observed, number, shape, access)
-        reason = f"{len(live)} of {words.count(size.pods, 'pod')} wait: {size.reason}"
+        reason = f"{len(live)} of {words.count(size.pods, 'pod waits', 'pods wait')}: {size.reason}"
         creations.append(CreatePod(name=name, manifest=manifest, reason=reason))
     return tuple(creations)
 

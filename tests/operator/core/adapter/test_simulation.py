@@ -6,10 +6,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from slipway_api.adapter_conditions import CONDITIONS, EVENTS
-from slipway_operator.core.adapter.observed import Rival
+from slipway_operator.core.actions import Failure
+from slipway_operator.core.adapter.observed import AdapterObserved, Base, Rival
+from slipway_operator.core.adapter.plan import plan
+from tests.builders import T0
 from tests.operator.core.adapter.simulation import Simulation
 from tests.operator.core.adapter.test_steps import an_adapter
 
+REFUSED = Failure(action="AddFinalizer", reason="Forbidden", message="a policy", at=T0)
 REFUSALS = [
     "DownloadFailed",
     "DigestMismatch",
@@ -172,6 +176,11 @@ def test_what_an_operator_says_of_adapters_is_what_is_documented():
     world.run(5)
     keep(world)
     keep(an_evicted_adapter())
+    base = Base(name="chat", uid="u", desired=1, has_room=False)
+    for failures in ((), (REFUSED,)):
+        made = plan(AdapterObserved(adapter=an_adapter(), base=base, failures=failures), T0)
+        told |= {(one.type, one.status.value, one.reason) for one in made.status.conditions}
+        posted |= {one.reason.value for one in made.events}
 
     assert {(kind.value, status.value, reason.value) for kind, status, reason, _ in CONDITIONS} == told
     assert {reason.value for reason in EVENTS} == posted

@@ -20,6 +20,7 @@ from slipway_api.conditions import ConditionStatus, ConditionType, EventReason, 
 from slipway_api.inference_service import InferenceServiceSpec
 from slipway_api.inference_status import ModelCacheStatus
 from slipway_api.model_source import CachePolicy
+from slipway_api.words import count
 from slipway_operator.core.actions import Event, Failure, Steps
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Defaults, Observed
@@ -84,7 +85,8 @@ def _of_pulls(pulls: Pulls, observed: Observed) -> tuple[ModelCacheStatus, tuple
     size = next((size for one in done if (size := _size(one))), 0) or (before.bytes if before else 0)
     total = len(pulls.wanted)
     status = ModelCacheStatus(nodes_ready=len(done), nodes_total=total, bytes=size)
-    said = f"{len(done)} of {total} nodes have image and model" + (f" ({size / GIB:.2f} GiB)" if size else "")
+    have = count(total, "node has", "nodes have")
+    said = f"{len(done)} of {have} image and model" + (f" ({size / GIB:.2f} GiB)" if size else "")
     if pulls.wanted == ("",):
         said = "the claim has the model" if done else "the claim does not have the model yet"
     if not total:
@@ -115,7 +117,8 @@ def _of_replicas(
         said = "the claim has the model" if ready else "the claim does not have the model yet"
     else:
         status = ModelCacheStatus(nodes_ready=len(ready), nodes_total=len(nodes))
-        said = f"{len(ready)} of {len(nodes)} nodes with replicas have the model"
+        have = count(len(nodes), "node with replicas has", "nodes with replicas have")
+        said = f"{len(ready)} of {have} the model"
     if status.nodes_ready == status.nodes_total:
         return status, (ConditionStatus.TRUE, Reason.CACHED, said)
     return status, (ConditionStatus.FALSE, Reason.CACHING, said)

@@ -22,6 +22,7 @@ from slipway_api import names
 from slipway_api.conditions import EventReason
 from slipway_api.inference_status import AttemptStatus
 from slipway_api.names import STATE_DRAINING
+from slipway_operator.core import words
 from slipway_operator.core.actions import Event, earliest
 from slipway_operator.core.health import Member, Stage, cheapest_to_lose
 from slipway_operator.core.observed import Node, Replica
@@ -44,7 +45,7 @@ class Creation:
 
     slot: int
     attempt: int
-    reason: str
+    reason: str  # why an earlier replica of the slot was not enough; empty: it has had none
     avoid_node: str = ""  # the GPU of this node failed under an earlier attempt
 
 
@@ -119,8 +120,7 @@ def assign(
         elif status.not_before and now < status.not_before:
             waits.append(status.not_before)
         elif slot not in failed:
-            because = following.because or f"slot {slot} has no replica"
-            creations.append(Creation(slot, status.attempt, because, status.avoid_node))
+            creations.append(Creation(slot, status.attempt, following.because, status.avoid_node))
 
     return Assignment(
         creations=tuple(creations),
@@ -384,7 +384,7 @@ def _end_of(member: Member) -> str:
         return f"the GPU of {replica.name} on node {replica.node} failed: {_gpu_fault_of(replica)}"
     if member.stage is Stage.CRASHING:
         last = f", last with {replica.last_exit}" if replica.last_exit else ""
-        return f"{replica.name} crashed {replica.restarts} times{last}"
+        return f"{replica.name} crashed {words.count(replica.restarts, 'time')}{last}"
     if member.stage is Stage.UNHEALTHY:
         return f"{replica.name} {UNHEALTHY_SINCE} {replica.unready_since or replica.created_at:%H:%M:%S} UTC"
     if member.is_ready:

@@ -23,6 +23,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from slipway_api.names import STATE_DRAINING
+from slipway_api.words import count
 from slipway_operator.core.actions import Steps, UndrainPod
 from slipway_operator.core.health import Limits, Member, Stage, is_cordoned
 from slipway_operator.core.observed import Node, Replica
@@ -66,7 +67,7 @@ def take_back(
     ]
     able.sort(key=lambda one: (-_requests(one.replica), one.replica.name))
     chosen = {one.replica.uid: one.replica for one in able[:missing]}
-    reason = f"{desired} replicas are wanted again"
+    reason = f"{count(desired, 'replica is', 'replicas are')} wanted again"
     return TakenBack(
         members=tuple(replace(one, stage=Stage.UNREADY) if one.replica.uid in chosen else one for one in members),
         steps=Steps(

@@ -21,6 +21,7 @@ from typing import Final
 from slipway_api.gateway_api import OUTCOME_BUCKETS
 from slipway_api.inference_status import CanaryMetricStatus
 from slipway_api.rollout_spec import Analysis, AnalysisMetric, AnalysisMetricType
+from slipway_api.words import count
 from slipway_operator.core.observed import Outcomes
 from slipway_operator.core.service.rollout.sequential import Share, is_above, is_above_other
 
@@ -85,11 +86,11 @@ def quantile(counts: Sequence[int], share: float) -> float | None:
     if not total:
         return None
     rank, below = share * total, 0
-    for index, count in enumerate(counts):
-        if count and below + count >= rank:
+    for index, many in enumerate(counts):
+        if many and below + many >= rank:
             lower, upper = _edge(index - 1), _edge(index)
-            return lower + (upper - lower) * (rank - below) / count
-        below += count
+            return lower + (upper - lower) * (rank - below) / many
+        below += many
     return _edge(len(counts) - 1)
 
 
@@ -170,7 +171,8 @@ def _decimal(value: float | None) -> Decimal | None:
 
 def _sentence(one: CanaryMetricStatus, metric: AnalysisMetric, analysis: Analysis) -> str:
     if one.canary is None or one.stable is None or one.requests < analysis.min_requests:
-        return f"{one.type}: {one.requests} requests of the canary, {analysis.min_requests} are needed"
+        requests = count(one.requests, "request")
+        return f"{one.type}: {requests} of the canary, at least {analysis.min_requests} needed"
     is_rate = metric.type is AnalysisMetricType.ERROR_RATE
     numbers = (
         f"{100 * float(one.canary):.3g} % against {100 * float(one.stable):.3g} %"
@@ -180,4 +182,4 @@ def _sentence(one: CanaryMetricStatus, metric: AnalysisMetric, analysis: Analysi
     limit = (
         f"at most {100 * float(metric.max or 0):.3g} %" if is_rate else f"at most +{metric.max_regression_percent} %"
     )
-    return f"{one.type} {numbers} of the stable revision, {limit} ({one.requests} requests)"
+    return f"{one.type} {numbers} of the stable revision, {limit} ({count(one.requests, 'request')})"

@@ -24,6 +24,7 @@ from datetime import datetime, timedelta
 from slipway_api.conditions import ConditionStatus, EventReason, Reason
 from slipway_api.inference_status import CanaryMetricStatus, CanaryStatus
 from slipway_api.rollout_spec import Canary, CanaryStep
+from slipway_operator.core import words
 from slipway_operator.core.actions import Event
 from slipway_operator.core.observed import Outcomes, OutcomesSince
 from slipway_operator.core.service.rollout import analysis
@@ -240,7 +241,11 @@ def _condition(
     numbers = analysis.describe(status.metrics, canary.analysis)
     if status.failures:
         limit = canary.analysis.failure_limit
-        return ConditionStatus.FALSE, Reason.FAILED, f"{where}: {status.failures} of {limit} failures: {numbers}"
+        return (
+            ConditionStatus.FALSE,
+            Reason.FAILED,
+            f"{where}: {status.failures} of {words.count(limit, 'failure')}: {numbers}",
+        )
     if step.analyze is not None and verdict is Verdict.INCONCLUSIVE:
         why = numbers if outcomes_since and numbers else "no gateway has reported outcomes of requests"
         advice = "it holds until there is a verdict; promote or abort decide by hand"

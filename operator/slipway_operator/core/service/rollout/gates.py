@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from slipway_api.rollout_spec import Gates, GoldenGate
+from slipway_api.words import count
 from slipway_operator.core.actions import AskSmokeTests, GoldenTest, SmokeResult
 from slipway_operator.core.health import Member
 
@@ -74,7 +75,7 @@ def check_gates(
     silent = max(known, key=lambda one: one.errors, default=None)
     if silent and silent.errors >= MOST_ERRORS:
         tests = f"golden prompts of {gates.golden.uri}" if silent.is_golden and gates.golden else "smoke tests"
-        return GateState(failed_because=f"the {tests} got no answer {silent.errors} times: {silent.error}")
+        return GateState(failed_because=f"the {tests} got no answer {count(silent.errors, 'time')}: {silent.error}")
     ready = [one for one in members if one.is_ready and one.replica.pod_ip]
     # A stable replica that is unready for a moment is waited for: without it, disagreement would not be measured.
     if not ready or (gates.golden and _will_be_ready(stable_members)):

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
+from slipway_api.words import count
 from slipway_operator.core.actions import GoldenTest
 
 MOST_PROMPTS: Final = 200
@@ -63,7 +64,7 @@ def parse_prompts(text: str) -> tuple[GoldenPrompt, ...]:
     if not prompts:
         raise GoldenError("there is no prompt")
     if len(prompts) > MOST_PROMPTS:
-        raise GoldenError(f"there are {len(prompts)} prompts; at most {MOST_PROMPTS} are asked")
+        raise GoldenError(f"{count(len(prompts), 'prompt')} exceed the limit of {MOST_PROMPTS}; remove some")
     return tuple(prompts)
 
 

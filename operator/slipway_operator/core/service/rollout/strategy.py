@@ -21,6 +21,7 @@ from slipway_api.conditions import ConditionStatus, ConditionType, EventReason, 
 from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import CanaryStatus
 from slipway_api.rollout_spec import Rollout, RolloutStrategy
+from slipway_api.words import count
 from slipway_operator.core.actions import AskSmokeTests, Event, earliest
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
@@ -306,9 +307,8 @@ def _advance_blue_green(
     """Switch all traffic when the second set is ready; `step` counts the switch."""
     is_whole = 0 < replicas.desired <= replicas.canary
     if before.step == 0 and not (is_whole and not held_by):
-        sentence = (
-            f"revision {between.update} gets all traffic at once, when {replicas.desired} replicas of it are ready"
-        )
+        ready = count(replicas.desired, "replica of it is", "replicas of it are")
+        sentence = f"revision {between.update} gets all traffic in one step when {ready} ready"
         return Progress(
             status=before.model_copy(update={"weight": 0}),
             condition=(ConditionStatus.UNKNOWN, Reason.ANALYZING, sentence),
@@ -317,7 +317,8 @@ def _advance_blue_green(
     events = []
     if before.step == 0:
         before = before.model_copy(update={"step": 1, "started_time": now.replace(microsecond=0)})
-        message = f"revision {between.update} is promoted: {replicas.canary} replicas are ready and get all the traffic"
+        ready = count(replicas.canary, "replica is ready and gets", "replicas are ready and get")
+        message = f"revision {between.update} is promoted: {ready} all the traffic"
         events.append(Event(reason=EventReason.CANARY_PROMOTED, action="Rollout", message=message))
     message = f"revision {between.update} is promoted: it has all the traffic"
     return Progress(

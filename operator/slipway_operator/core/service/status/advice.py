@@ -69,7 +69,7 @@ def _sentences(spec: InferenceServiceSpec) -> Iterator[str]:
     if longest > spec.drain.timeout_seconds:
         yield (
             f"spec.drain.timeoutSeconds {spec.drain.timeout_seconds} is shorter than an answer of "
-            f"spec.runtime.maxOutputTokens {runtime.max_output_tokens} tokens at {SLOW_TOKEN_SECONDS:g}s a token "
+            f"spec.runtime.maxOutputTokens ({runtime.max_output_tokens}) at {SLOW_TOKEN_SECONDS:g}s a token "
             f"({longest:.0f}s): a drain would have to interrupt it"
         )
 

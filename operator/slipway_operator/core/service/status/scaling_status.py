@@ -153,8 +153,8 @@ def _told(
 
 def _advice(advised: int | None, held: int, scaling: Recommendation) -> str:
     if advised is None or advised == held:
-        return f"Slipway would keep {held} replicas; it only advises"
-    return f"Slipway would set {advised} replicas instead of {held}; it only advises: {scaling.reason}"
+        return f"Slipway would keep {count(held, 'replica')}; it only advises"
+    return f"Slipway would set {count(advised, 'replica')} instead of {held}; it only advises: {scaling.reason}"
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -203,8 +203,8 @@ def _given_up(observed: Observed, target: ScaleTarget) -> list[Event]:
     many = observed.scaling_memory.waiting
     if not was_activated or left != 0 or not many:
         return []
-    noun = "1 request" if many == 1 else f"{many} requests"
-    message = f"{noun} waited for the first replica since {history[0].time:%H:%M:%S} UTC, and gave up: none is ready"
+    since = f"{history[0].time:%H:%M:%S} UTC"
+    message = f"{count(many, 'request')} waited for the first replica since {since}, and gave up: none is ready"
     return [Event(reason=EventReason.ACTIVATION_TIMED_OUT, action="Activate", message=message)]
 
 
@@ -213,9 +213,10 @@ def _refused(observed: Observed, policy: ScaleToZero) -> list[Event]:
     demand, limits = observed.demand, policy.activation
     if demand is None or demand.refused_requests <= observed.scaling_memory.refused:
         return []
-    requests = "1 request" if demand.refused_requests == 1 else f"{demand.refused_requests} requests"
+    refused = count(demand.refused_requests, "request was", "requests were")
+    limit = f"{count(limits.max_queued_requests, 'request')} and {limits.max_queued_bytes}"
     message = (
-        f"{requests} refused while {demand.waiting_requests} wait for the first replica: each gateway holds at most "
-        f"{limits.max_queued_requests} requests and {limits.max_queued_bytes} (scaleToZero.activation)"
+        f"{refused} refused while {demand.waiting_requests} wait for the first replica: each gateway holds at most "
+        f"{limit} (scaleToZero.activation)"
     )
     return [Event(reason=EventReason.ACTIVATION_QUEUE_FULL, action="Activate", message=message)]

@@ -24,6 +24,7 @@ from slipway_api import names
 from slipway_api.conditions import Condition, ConditionStatus, ConditionType, Reason, find_condition
 from slipway_api.inference_service import InferenceService
 from slipway_api.slo import SLO, SLOStatus
+from slipway_operator.core import words
 from slipway_operator.core.observed import AccountingMemory, Observed, Outcomes
 from slipway_operator.core.service.rollout.analysis import P95, quantile
 from slipway_operator.core.service.status.slo import (
@@ -242,7 +243,7 @@ def _exceeded(slo: SLO, level: Level, hour: Outcomes, factor: float) -> str:
         limit = slo.max_error_percent
         if limit is None or 100 * level.share <= float(limit) * factor:
             return ""
-        many = f"{level.bad:.0f} of {level.observations:.0f} requests"
+        many = f"{level.bad:.0f} of {words.count(round(level.observations), 'request')}"
         return f"ErrorRate {100 * level.share:.3g} % > {limit} % over the last hour ({many})"
     if level.share <= level.allowed * factor:
         return ""
