@@ -24,7 +24,7 @@ from tests.operator.edited_labels import (
 )
 from tests.operator.simulated_cluster import NAMESPACE, simulated_cluster
 from tests.operator.virtual_time import run_in_virtual_time
-from tests.operator.warm_pool_views import apply_pool, claim_one, events, pool_status, waiting, warmed
+from tests.operator.warm_pool_views import apply_pool, check_owners, claim_one, events, pool_status, waiting, warmed
 
 pytestmark = pytest.mark.capability("OP-16")
 
@@ -298,6 +298,35 @@ def test_edits_during_rollouts_and_scaling_hide_and_double_nothing(tmp_path, see
                 assert is_right(cluster, wanted)
             shown = {pod["metadata"]["name"]: pod["metadata"]["labels"] for pod in replicas(cluster)}
             assert all(name.startswith(f"chat-{it[names.LABEL_REVISION][:5]}-") for name, it in shown.items())
+
+    run_in_virtual_time(story())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_edits_of_waiting_and_claimed_pods_hide_and_double_nothing(tmp_path, seed):
+    """review/control-plane.md 5: a pool whose pods are claimed and returned while people edit their labels."""
+    chance = random.Random(seed)
+
+    async def story() -> None:
+        async with simulated_cluster(tmp_path) as cluster:
+            apply_pool(cluster, size=2)
+            cluster.apply("chat", replicas=1, warmPool={"name": "pool"})
+            cluster.start_operator()
+            await warmed(cluster, 2)
+            for _ in range(6):
+                cluster.apply("chat", replicas=chance.randint(0, 2))
+                for _ in range(3):
+                    name = chance.choice(cluster.server.objects(PODS, NAMESPACE))["metadata"]["name"]
+                    labels = chance.sample((*OF_REPLICAS, *ADDED), chance.randint(1, 3))
+                    edit(cluster, PODS, name, **{it: chance.choice(VALUES) for it in labels})
+                    await cluster.quiet(chance.choice((0.25, 1, 5)))
+            cluster.apply("chat", replicas=2)
+            await cluster.until(lambda: is_right(cluster, 2), "the replicas")
+            await warmed(cluster, 2)
+            await cluster.quiet(60)
+            assert is_right(cluster, 2)
+            check_owners(cluster)
+            assert len(cluster.live()) == 4, "no pod is hidden"
 
     run_in_virtual_time(story())
 

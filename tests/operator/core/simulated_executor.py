@@ -18,6 +18,7 @@ from slipway_operator.core.actions import (
     DeleteRevision,
     DrainPod,
     RemoveFinalizer,
+    RestoreLabels,
     SmokeResult,
     UndrainPod,
 )
@@ -66,6 +67,8 @@ def execute(world: "SimulatedCluster", action: Any, observed: Observed) -> None:
             _delete_pod(world, action, observed)
         case AnnotatePod():
             _annotate_pod(world, action)
+        case RestoreLabels():
+            _restore_labels(world, action)
         case ApplyChild():
             world.applied[action.key] = action.digest
             world.children[action.key] = action.manifest
@@ -169,6 +172,14 @@ def _annotate_pod(world: "SimulatedCluster", action: AnnotatePod) -> None:
         pod.replica = replace(pod.replica, **{_FACTS[name]: fact})
 
 
+def _restore_labels(world: "SimulatedCluster", action: RestoreLabels) -> None:
+    pod = world.pods.get(action.name)
+    if pod is None or pod.replica.uid != action.uid:
+        return
+    pod.replica = replace(pod.replica, edited_labels=(), is_routed=True)
+    world.cache.expect(action.name, world.now, lambda replica: replica is None or replica.is_routed)
+
+
 def _drain_pod(world: "SimulatedCluster", action: DrainPod) -> None:
     pod = world.pods.get(action.name)
     if pod is None or pod.replica.uid != action.uid:
@@ -179,6 +190,8 @@ def _drain_pod(world: "SimulatedCluster", action: DrainPod) -> None:
             state=names.STATE_DRAINING,
             drain_started=action.started.replace(microsecond=0),
             drain_reason=action.reason,
+            edited_labels=(),
+            is_routed=True,
         )
         world.cache.expect(
             action.name, world.now, lambda replica: replica is None or replica.state == names.STATE_DRAINING
@@ -196,7 +209,8 @@ def _undrain_pod(world: "SimulatedCluster", action: UndrainPod) -> None:
     pod.drains, pod.drain_arrives_at = False, None
     if world.lose_labels:
         return
-    pod.replica = replace(pod.replica, state=names.STATE_SERVING, drain_started=None, drain_reason="")
+    serving = {"state": names.STATE_SERVING, "edited_labels": (), "is_routed": True}
+    pod.replica = replace(pod.replica, drain_started=None, drain_reason="", **serving)
     world.cache.expect(action.name, world.now, lambda replica: replica is None or replica.state == names.STATE_SERVING)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
+from slipway_operator.core.labels import EditedLabel
 from slipway_operator.core.node_taints import LEAVING
 from slipway_operator.core.observed import Node, StoredRevision
 from tests.operator.core.simulated_pod import SimulatedPod
@@ -71,6 +72,12 @@ class Faults:
             running_since=self.now,
             termination_message=termination_message,
         )
+
+    def edit_label(self, name: str) -> None:
+        """`kubectl label pod … slipway.dev/state-`: nothing routes to it."""
+        pod = self.pods[name]
+        edited = EditedLabel(names.LABEL_STATE, pod.replica.state, None)
+        pod.replica = replace(pod.replica, edited_labels=(edited,), is_routed=False)
 
     def lose_node(self, name: str) -> None:
         self.faults += 1

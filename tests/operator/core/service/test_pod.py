@@ -235,6 +235,7 @@ def test_merges_the_users_overlay_by_name():
         "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
         "karpenter.sh/do-not-disrupt": "true",
         "note": "x",
+        "slipway.dev/replica": f"{REVISION.hash}-0-0",
         "slipway.dev/served-name": "chat",
         "slipway.dev/admin-nonce": "d00d",
     }

@@ -243,6 +243,8 @@ def disrupted_and_suspended() -> Said:
     world.crash_loop(next(iter(world.pods)), restarts=1, termination_message="GPUFault: GPU is lost")
     world.run(60)
     (pod,) = world.pods.values()
+    world.edit_label(pod.replica.name)
+    world.run(2)
     world.cordon(pod.replica.node)
     world.run(60)
     world.service = edited(world.service, suspend=True)
