@@ -12,6 +12,7 @@ from slipway_runtime.models.sharding import Shard
 from slipway_runtime.worker.collective import Collective
 from tests.runtime.machine import CPU, Machine, Stretch
 
+
 class Shards:
     """The same machine, cut in `size` parts."""
 
