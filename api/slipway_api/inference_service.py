@@ -240,8 +240,11 @@ class InferenceServiceSpec(Struct):
             ".resources.gpu.count",
         ),
         Rule(
-            "!has(self.model.shape) || self.model.shape.kvHeads % self.runtime.tensorParallelSize == 0",
-            "runtime.tensorParallelSize must divide model.shape.kvHeads: each GPU holds whole heads",
+            "!has(self.model.shape) || self.model.shape.heads % self.runtime.tensorParallelSize == 0 && ("
+            "self.model.shape.kvHeads % self.runtime.tensorParallelSize == 0 || "
+            "self.runtime.tensorParallelSize % self.model.shape.kvHeads == 0)",
+            "runtime.tensorParallelSize must divide model.shape.heads, and divide model.shape.kvHeads or be a multiple "
+            "of it: each GPU holds whole heads, or a copy of one key-value head",
             ".runtime.tensorParallelSize",
         ),
         Rule(

@@ -18,6 +18,7 @@ QUANTIZATIONS: Final = ("none", "int8", "fp8")
 SCALE_BYTES: Final = 4  # a float32 per row of a quantized matrix, and per token and head of a quantized KV cache
 NULL_BLOCKS: Final = 1  # padding points into it; it takes memory and holds no tokens
 SMALLEST_POOL: Final = 2  # blocks; with fewer, a sequence could not grow by one token
+_UNITS_PER_RANK: Final = 8  # at least, of inner features: so the largest part is at most an eighth above the mean
 
 # On a CPU dtype auto is bf16 from so many parameters on; with fewer, fp32 costs little memory and is the fastest.
 CPU_BF16_PARAMETERS: Final = 100_000_000
@@ -26,6 +27,20 @@ CPU_BF16_PARAMETERS: Final = 100_000_000
 GPU_RESERVE_BYTES: Final = GIB
 # gpuMemoryUtilization above this leaves too little for what is not planned: other processes, fragments, the driver.
 UTILIZATION_WARNED_ABOVE: Final = 0.92
+
+
+def features_of_rank(count: int, rank: int, ranks: int) -> slice:
+    """The slice of `count` inner features of an MLP that a tensor-parallel rank computes; rank 0 has the most.
+
+    Cuts are at multiples of the largest power of two up to 128 that gives each rank at least 8 units, so that groups of
+    quantized columns stay whole. `count` need not be divisible by `ranks`.
+    """
+    unit = 128
+    while unit > 1 and (count % unit or count // unit < _UNITS_PER_RANK * ranks):
+        unit //= 2
+    own, longer = divmod(count // unit, ranks)
+    start = rank * own + min(rank, longer)
+    return slice(start * unit, (start + own + (rank < longer)) * unit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,14 +116,15 @@ class ModelShape:
         return self.parameters or self.linear_parameters + self.embedding_parameters
 
     def on_one_of(self, devices: int) -> "ModelShape":
-        """The part of the model on one of several devices: its heads, its part of the MLP and of the vocabulary.
+        """The largest part of the model on one of several devices: its heads, features of the MLP and tokens.
 
-        Rounded up; a runtime refuses a number that does not divide the key-value heads.
+        With more devices than key-value heads, each device has a copy of one key-value head.
         """
-        heads, kv_heads, mlp = (-(-count // devices) for count in (self.heads, self.kv_heads, self.mlp))
-        inner = -(-self.moe_intermediate // devices)
-        if self.experts:
-            mlp = -(-self.intermediate // devices)
+        heads, kv_heads = (-(-count // devices) for count in (self.heads, self.kv_heads))
+        mlp, inner = (
+            features_of_rank(count, 0, devices).stop
+            for count in (self.intermediate if self.experts else self.mlp, self.moe_intermediate)
+        )
         part = replace(self, heads=heads, kv_heads=kv_heads, intermediate=mlp, moe_intermediate=inner, parameters=0)
         vocabulary = -(-max(0, self.all_parameters - self.linear_parameters) // devices)
         return replace(part, parameters=part.linear_parameters + vocabulary)

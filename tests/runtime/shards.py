@@ -1,4 +1,4 @@
-"""Two ranks of one model in this process, each on a thread of its own, which sum over real sockets."""
+"""The ranks of one model in this process, each on a thread of its own, which sum over real sockets."""
 
 import tempfile
 from collections.abc import Callable
@@ -12,19 +12,17 @@ from slipway_runtime.models.sharding import Shard
 from slipway_runtime.worker.collective import Collective
 from tests.runtime.machine import CPU, Machine, Stretch
 
-SIZE = 2
-
 
 class Shards:
-    """The same machine, cut in two."""
+    """The same machine, cut in `size` parts."""
 
-    def __init__(self, path: Path, **settings: Any) -> None:
-        self._threads = [ThreadPoolExecutor(1) for _ in range(SIZE)]
+    def __init__(self, path: Path, *, size: int = 2, **settings: Any) -> None:
+        self._threads = [ThreadPoolExecutor(1) for _ in range(size)]
         with tempfile.TemporaryDirectory() as folder:
 
             def a_rank(rank: int) -> Machine:
-                collective = Collective(rank, SIZE, CPU)
-                share = Shard(rank, SIZE, collective.sum, collective.gather)
+                collective = Collective(rank, size, CPU)
+                share = Shard(rank, size, collective.sum, collective.gather)
                 machine = Machine(path, share=share, **settings)
                 collective.join(Path(folder) / "store")
                 return machine
@@ -32,9 +30,9 @@ class Shards:
             self.machines: list[Machine] = self._on_all(a_rank)
 
     def logits(self, *work: Stretch) -> dict[int, torch.Tensor]:
-        """As both ranks have them: they are the same."""
-        first, second = self._on_all(lambda rank: self.machines[rank].logits(*work))
-        assert all(torch.equal(first[row], second[row]) for row in first)
+        """As all ranks have them: they are the same."""
+        first, *others = self._on_all(lambda rank: self.machines[rank].logits(*work))
+        assert all(torch.equal(first[row], other[row]) for other in others for row in first)
         return first
 
     def _on_all(self, work: Callable[[int], Any]) -> list[Any]:

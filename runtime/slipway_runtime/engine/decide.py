@@ -27,7 +27,7 @@ class EnginePlan:
 
     model_path: Path
     config: ModelConfig
-    own: ModelConfig  # the part of it that each rank computes
+    own: ModelConfig  # the part of it that this rank computes
     options: EngineOptions
     device: torch.device
     dtype: torch.dtype  # of activations
@@ -105,7 +105,7 @@ def decide(model_path: Path, options: EngineOptions, rank: int = 0) -> EnginePla
         raise ModelRefusedError(why_not)
     if options.max_adapters and not config.takes_adapters:
         raise ModelRefusedError(f"adapters for {config.model_type} models are not supported: set max_adapters to 0")
-    own = part_of(config, options.tensor_parallel_size)
+    own = part_of(config, options.tensor_parallel_size, rank)
     plan = EnginePlan(
         model_path=model_path,
         config=config,

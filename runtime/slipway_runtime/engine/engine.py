@@ -267,7 +267,13 @@ class Engine:
         if output.finish_reason is None:
             self._scheduler.close(output.request_id, output.index, FinishReason.ERROR, now)
         return msgspec.structs.replace(
-            output, token_ids=(), logprobs=(), finish_reason=FinishReason.ERROR, error=error, finished_at=now
+            output,
+            token_ids=(),
+            logprobs=(),
+            stop_token_id=None,
+            finish_reason=FinishReason.ERROR,
+            error=error,
+            finished_at=now,
         )
 
     def _report(self, outputs: list[Output], now: float, *, planning: float) -> StepReport:

@@ -271,6 +271,6 @@ class _Answer:
             if (matcher := self.ready()) is None:
                 return
             if matcher.is_stopped() and token in self.eos_token_ids:
-                continue  # the grammar is complete: min_tokens or ignore_eos ask for more tokens than it has
+                continue  # the grammar is complete, and this token ends the answer
             if not matcher.consume_token(token):
                 self.error = "a token was sampled that the grammar does not allow"

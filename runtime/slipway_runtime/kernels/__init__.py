@@ -8,3 +8,9 @@
     gpu               Triton, on CUDA devices
     gpu_fixed_order   the same with ordered attention: `deterministic` on CUDA devices
 """
+
+import os
+
+# Triton kernels multiply and add in one rounding, whatever the default of the installed Triton (3.10 changes it): their
+# bits, their speed and the tolerances of their tests depend on it.
+os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"

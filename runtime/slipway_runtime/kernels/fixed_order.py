@@ -147,11 +147,20 @@ def paged_attention(
         higher = torch.maximum(maximum[:count], scores.amax(-1, keepdim=True))
         weights = _exp(scores.sub_(higher))
         total[:count] *= _exp(maximum[:count] - higher)
-        total[:count] += torch.bmm(weights, v)
+        total[:count] += _weighted(weights, v, hidden)
         maximum[:count] = higher
     attended = total[..., :head_dim] / total[..., head_dim:].amax(-1, keepdim=True).clamp_min_(1e-30)
     attended = attended.view(num_tiles, num_kv_heads, QUERIES, groups, head_dim).transpose(1, 2)
     return attended.reshape(num_tiles * QUERIES, num_heads * head_dim)[plan.places].to(q.dtype)
+
+
+def _weighted(weights: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    """weights · v, without the values that are hidden from a query: 0 · NaN would be NaN in its result."""
+    broken = ~v.isfinite()
+    if not broken.any():
+        return torch.bmm(weights, v)
+    seen = torch.bmm((~hidden).float(), broken.float()) > 0  # results that contain such a value of their own sequence
+    return torch.bmm(weights, v.masked_fill(broken, 0.0)).masked_fill_(seen, float("nan"))
 
 
 def _read(cache: Tensor, plan: AttentionPlan, tile: int, active: int, head_dim: int) -> tuple[Tensor, Tensor]:

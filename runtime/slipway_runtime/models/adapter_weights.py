@@ -66,6 +66,15 @@ def lora_modules(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
+def _part_of_module(module: str, config: ModelConfig, share: Shard) -> slice:
+    """The rows of B, or the columns of A, of a module that are the rank's."""
+    if module.endswith(("q_proj", "o_proj")):
+        return share.of_heads(config.num_q_heads, config.head_dim)
+    if module.endswith(("k_proj", "v_proj")):
+        return share.of_heads(config.num_kv_heads, config.head_dim)
+    return share.of_features(config.intermediate_size)
+
+
 def slot_bytes(config: ModelConfig, max_rank: int, bytes_per_value: int) -> int:
     """Memory of one adapter slot: every module at the largest rank."""
     return sum(max_rank * (rows + columns) for rows, columns in lora_modules(config).values()) * bytes_per_value
@@ -107,9 +116,9 @@ def read_adapter(
     matrices = {}
     for module, (a, b) in pairs.items():
         if module.endswith(_INPUTS_DIVIDED):
-            a = a[:, share.of(a.shape[1])]
+            a = a[:, _part_of_module(module, config, share)]
         else:
-            b = b[share.of(b.shape[0])]
+            b = b[_part_of_module(module, config, share)]
         scaled = (b.float() * said.scaling_of(module)).T.to(dtype).contiguous()
         ready = a.to(dtype).contiguous(), scaled
         matrices[module] = (ready[0].pin_memory(), ready[1].pin_memory()) if pin_memory else ready

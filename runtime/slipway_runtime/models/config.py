@@ -138,6 +138,9 @@ _MOST: Final = {
     "head_dim": 1024,
 }
 _MOST_END_TOKENS: Final = 256
+# Compiled attention keeps 16 queries of all heads that share a key-value head on a thread's stack: 3 MB at these limits.
+_MOST_SHARING: Final = 256  # attention heads for each key-value head; Falcon-7B, the most of a published model, has 71
+_MOST_SHARED_SIZE: Final = 1 << 14  # numbers of these heads together; Falcon-7B has 4,544
 
 
 def read_config(model_path: Path) -> ModelConfig:
@@ -185,6 +188,11 @@ def _decoder(model_type: str, family: Family, raw: dict[str, Any], generation: d
     head_dim = (family.head_dim or hidden // heads) if raw.get("head_dim") is None else size("head_dim")
     if head_dim < 2 or head_dim % 2:
         raise ModelRefusedError(f"heads have {head_dim} dimensions: rotary positions turn pairs of them")
+    if (shared := heads // kv_heads) > _MOST_SHARING or shared * head_dim > _MOST_SHARED_SIZE:
+        raise ModelRefusedError(
+            f"{shared} attention heads of size {head_dim} share a key-value head: at most {_MOST_SHARING} heads and "
+            f"{_MOST_SHARED_SIZE} numbers together are supported"
+        )
     window, sliding = _sliding(model_type, raw, layers)
     turned = rotary_dim(model_type, raw, head_dim)
     scaling = rope_scaling(model_type, raw, turned)

@@ -12,7 +12,7 @@ The router and experts of a layer (MoE) are in the tensor layout of each family:
 A tensor-parallel rank has a part of the inner features of every expert.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -53,7 +53,7 @@ def load_experts(
     """Load the MoE MLP of the layer whose tensor names begin with `prefix`."""
     about, hidden = config.experts, config.hidden_size
     assert about is not None, "a dense model"
-    own = share.of(about.intermediate_size)
+    own = share.of_features(about.intermediate_size)
     biases: tuple[Tensor, Tensor] | None = None
     in_mxfp4: tuple[Mxfp4Matrices, Mxfp4Matrices] | None = None
     pairs: list[_Pair] = []
@@ -115,7 +115,7 @@ def _load_expert(
     assert config.experts is not None
     inner, hidden = config.experts.intermediate_size, config.hidden_size
     gate, up = (weights.matrix(f"{prefix}.{name}", inner, hidden, rows=own) for name in names[:2])
-    down = cut(weights.matrix(f"{prefix}.{names[2]}", hidden, inner))
+    down = cut(weights.matrix(f"{prefix}.{names[2]}", hidden, inner), own)
     return concatenated([gate, up]), down
 
 
@@ -130,7 +130,7 @@ def _biases_of_gpt_oss(config: ModelConfig, checkpoint: Checkpoint, prefix: str,
     count, inner, hidden = config.experts.count, config.experts.intermediate_size, config.hidden_size
     gate_up = checkpoint.take(f"{prefix}.gate_up_proj_bias", count, 2 * inner)
     down = checkpoint.take(f"{prefix}.down_proj_bias", count, hidden)
-    gate_up = gate_up[:, _deinterleave_rows(inner, share.of(inner), gate_up.device)].contiguous()
+    gate_up = gate_up[:, _deinterleave_rows(inner, share.of_features(inner), gate_up.device)].contiguous()
     return gate_up, torch.zeros_like(down) if share.rank else down  # only rank 0 adds the biases of down
 
 
@@ -209,7 +209,7 @@ class LayerLoader:
         share: Shard,
     ) -> None:
         self._config = config
-        self._own = part_of(config, share.size)
+        self._own = part_of(config, share.size, share.rank)
         self._checkpoint = checkpoint
         self._weights = weights
         self._kernels = kernels
@@ -245,10 +245,15 @@ class LayerLoader:
         sinks = None
         if config.attention_sinks:
             sinks = self._checkpoint.take(f"{prefix}.sinks", config.num_q_heads, dtype=torch.float32)
-            sinks = sinks[self._share.of(config.num_q_heads)].contiguous()
+            sinks = sinks[self._share.of_heads(config.num_q_heads)].contiguous()
         return Attention(
             self._qkv(prefix),
-            self._row_parallel(f"{prefix}.o_proj", config.num_q_heads * config.head_dim, bias=config.out_bias),
+            self._row_parallel(
+                f"{prefix}.o_proj",
+                config.num_q_heads * config.head_dim,
+                self._share.of_heads(config.num_q_heads, config.head_dim),
+                bias=config.out_bias,
+            ),
             num_q_heads=own.num_q_heads,
             num_kv_heads=own.num_kv_heads,
             head_dim=config.head_dim,
@@ -265,9 +270,9 @@ class LayerLoader:
     def _qkv(self, prefix: str) -> Linear:
         config = self._config
         q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = self._column_parallel(
-            prefix, ("q_proj", "k_proj", "v_proj"), (q_size, kv_size, kv_size), "qkv_proj", bias=config.qkv_bias
-        )
+        q, kv = (self._share.of_heads(count, config.head_dim) for count in (config.num_q_heads, config.num_kv_heads))
+        matrices = {"q_proj": (q_size, q), "k_proj": (kv_size, kv), "v_proj": (kv_size, kv)}
+        parts = self._column_parallel(prefix, matrices, "qkv_proj", bias=config.qkv_bias)
         if config.rotary_dim:
             values = parts.pop()
             parts = [
@@ -282,27 +287,31 @@ class LayerLoader:
         return reorder_rotary_dims(torch.arange(count), self._config.head_dim, self._config.rotary_dim)
 
     def _column_parallel(
-        self, prefix: str, names: Sequence[str], out_sizes: Sequence[int], fused: str, *, bias: bool
+        self, prefix: str, matrices: Mapping[str, tuple[int, slice]], fused: str, *, bias: bool
     ) -> list[tuple[str, Weight, Tensor | None]]:
-        """Matrices with the same inputs, this rank's rows of each: (name, weight, bias)."""
-        hidden, share = self._config.hidden_size, self._share
-        if self._config.fused_projections:
-            whole = self._weights.matrix(f"{prefix}.{fused}", sum(out_sizes), hidden)
-            starts = [sum(out_sizes[:at]) for at in range(len(out_sizes))]
-            own = [share.of(size) for size in out_sizes]
-            rows = [slice(start + of.start, start + of.stop) for start, of in zip(starts, own, strict=True)]
-            return [(f"{prefix}.{name}", select_rows(whole, of), None) for name, of in zip(names, rows, strict=True)]
+        """Matrices with the same inputs, this rank's rows of each: (name, weight, bias).
+
+        matrices: all rows, and the rank's, by name, in the order of the rows in the `fused` matrix.
+        """
+        hidden = self._config.hidden_size
         parts: list[tuple[str, Weight, Tensor | None]] = []
-        for name, out_size in zip(names, out_sizes, strict=True):
-            of = share.of(out_size)
+        if self._config.fused_projections:
+            whole = self._weights.matrix(f"{prefix}.{fused}", sum(size for size, _ in matrices.values()), hidden)
+            start = 0
+            for name, (out_size, of) in matrices.items():
+                rows = slice(start + of.start, start + of.stop)
+                parts.append((f"{prefix}.{name}", select_rows(whole, rows), None))
+                start += out_size
+            return parts
+        for name, (out_size, of) in matrices.items():
             weight = self._weights.matrix(f"{prefix}.{name}", out_size, hidden, rows=of)
             own_bias = self._checkpoint.take(f"{prefix}.{name}.bias", out_size, rows=of) if bias else None
             parts.append((f"{prefix}.{name}", weight, own_bias))
         return parts
 
-    def _row_parallel(self, name: str, in_size: int, *, bias: bool) -> Linear:
+    def _row_parallel(self, name: str, in_size: int, own: slice, *, bias: bool) -> Linear:
         hidden, share = self._config.hidden_size, self._share
-        weight = self.cut(self._weights.matrix(name, hidden, in_size))
+        weight = self.cut(self._weights.matrix(name, hidden, in_size), own)
         own_bias = self._checkpoint.take(f"{name}.bias", hidden) if bias else None
         # Only rank 0 has the bias, so that the all-reduce adds it once.
         return Linear.merged([(name, weight, own_bias if share.rank == 0 else None)], self._makers.layers, share.reduce)
@@ -320,13 +329,12 @@ class LayerLoader:
                 self._share,
                 self.cut,
             )
-        inner = config.intermediate_size
-        parts = self._column_parallel(
-            f"{prefix}.mlp", ("gate_proj", "up_proj"), (inner, inner), "gate_up_proj", bias=config.mlp_bias
-        )
+        inner, own = config.intermediate_size, self._share.of_features(config.intermediate_size)
+        matrices = {"gate_proj": (inner, own), "up_proj": (inner, own)}
+        parts = self._column_parallel(f"{prefix}.mlp", matrices, "gate_up_proj", bias=config.mlp_bias)
         return DenseMlp(
             Linear.merged(parts, self._makers.layers),
-            self._row_parallel(f"{prefix}.mlp.down_proj", inner, bias=config.mlp_bias),
+            self._row_parallel(f"{prefix}.mlp.down_proj", inner, own, bias=config.mlp_bias),
             self._kernels,
             activation=config.activation,
         )

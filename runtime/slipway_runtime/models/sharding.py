@@ -8,6 +8,10 @@
 | lm_head                  | outputs | the logits of its own tokens                               | all-gather     |
 | norms                    | –       | all of them                                                |                |
 
+With more ranks than key-value heads (8 ranks, 4 heads), `ranks / heads` neighbouring ranks have a copy of one k and v
+head, in their weights, adapters and KV cache, each for its own query heads. Inner features need not be divisible by the
+ranks: `features_of_rank` cuts them between groups of quantized columns, and rank 0 has the most.
+
 Experts are divided like gate, up and down: each rank has a part of the inner features of all of them. Of an adapter
 (B A x, added to y) a rank has the rows of B or the columns of A that belong to its part of the matrix.
 
@@ -27,6 +31,7 @@ from dataclasses import dataclass, replace
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor
 
+from slipway_api.memory import features_of_rank
 from slipway_runtime.layers.linear import Reduce
 from slipway_runtime.layers.matmul_quantized import GpuInt4, GroupedFp8, Int4
 from slipway_runtime.layers.quantized_weight import QuantizedWeight, Weight, dequantized
@@ -44,10 +49,15 @@ class Shard:
     reduce: Reduce | None = None  # all-reduce over the ranks; None: a single rank
     gather: Gather | None = None  # all-gather over the ranks; None: a single rank
 
-    def of(self, count: int) -> slice:
-        """This rank's slice of `count` heads, features or rows."""
-        own = count // self.size
-        return slice(self.rank * own, (self.rank + 1) * own)
+    def of_features(self, count: int) -> slice:
+        """This rank's slice of `count` inner features of an MLP, which need not be divisible."""
+        return features_of_rank(count, self.rank, self.size)
+
+    def of_heads(self, heads: int, width: int = 1) -> slice:
+        """This rank's slice of the rows of `heads` heads, `width` rows each; fewer heads than ranks: a shared head."""
+        own = max(1, heads // self.size)
+        first = self.rank * heads // self.size
+        return slice(first * width, (first + own) * width)
 
     def of_vocabulary(self, count: int) -> slice:
         """This rank's slice of `count` tokens, which need not be divisible: the last ranks may have fewer."""
@@ -72,11 +82,10 @@ class InputCut:
         self._share = share
         self._numbers: list[int] = []  # bytes of each matrix that would be codes on a device that has all of it
 
-    def __call__(self, weight: Weight) -> Weight:
-        """The rank's columns of a matrix (out, in)."""
+    def __call__(self, weight: Weight, own: slice) -> Weight:
+        """The rank's columns `own` of a matrix (out, in)."""
         if self._share.size == 1:
             return weight
-        own = self._share.of(weight.shape[1])
         part = weight.columns(own) if isinstance(weight, QuantizedWeight) else None
         if part is not None:
             return part
@@ -97,19 +106,42 @@ class InputCut:
         )
 
 
-def part_of(config: ModelConfig, size: int) -> ModelConfig:
-    """The config of the part that each of `size` ranks computes; raises ModelRefusedError if it cannot be split so."""
-    experts = config.experts
-    divided = [(config.num_kv_heads, "key-value heads"), (config.intermediate_size, "inner features")]
-    if experts is not None:
-        divided.append((experts.intermediate_size, "inner features of an expert"))
-    for count, things in divided:
-        if count % size:
-            raise ModelRefusedError(f"tensor_parallel_size is {size}: the {count} {things} cannot be divided by it")
+def part_of(config: ModelConfig, size: int, rank: int = 0) -> ModelConfig:
+    """The config of the part that a rank of `size` computes; that of rank 0 is the largest.
+
+    Raises ModelRefusedError if the model cannot be split so.
+    """
+    if why_not := _refusal(config, size):
+        raise ModelRefusedError(f"tensor_parallel_size is {size}: {why_not}")
+    share, experts = Shard(rank, size), config.experts
+
+    def inner(count: int) -> int:
+        own = share.of_features(count)
+        return own.stop - own.start
+
     return replace(
         config,
         num_q_heads=config.num_q_heads // size,
-        num_kv_heads=config.num_kv_heads // size,
-        intermediate_size=config.intermediate_size // size,
-        experts=None if experts is None else replace(experts, intermediate_size=experts.intermediate_size // size),
+        num_kv_heads=max(1, config.num_kv_heads // size),
+        intermediate_size=inner(config.intermediate_size),
+        experts=None if experts is None else replace(experts, intermediate_size=inner(experts.intermediate_size)),
     )
+
+
+def _refusal(config: ModelConfig, size: int) -> str:
+    """Why the model cannot be split over `size` ranks, with the numbers that are possible; "": it can."""
+    heads, kv_heads = config.num_q_heads, config.num_kv_heads
+    if not _splits_heads(heads, kv_heads, size):
+        possible = ", ".join(str(ranks) for ranks in range(2, 17) if _splits_heads(heads, kv_heads, ranks))
+        return (
+            f"a rank needs the same number of the {heads} query heads, and whole heads or a copy of one of the "
+            f"{kv_heads} key-value heads; " + (f"use {possible} or 1" if possible else "use 1")
+        )
+    features = [config.intermediate_size, *([] if config.experts is None else [config.experts.intermediate_size])]
+    if min(features) < size:
+        return f"the model has {min(features)} inner features, fewer than ranks; use at most {min(features)}"
+    return ""
+
+
+def _splits_heads(heads: int, kv_heads: int, ranks: int) -> bool:
+    return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)

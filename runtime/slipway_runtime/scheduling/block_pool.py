@@ -140,6 +140,7 @@ class BlockPool:
         self._free = list(range(num_blocks, 0, -1))  # a stack: the lowest on top, so that early blocks lie side by side
         self._reserved: list[int] = []
         self._next_to_check = 1
+        self.returns = 0  # how often blocks were given back: until the next time, an allocation that failed fails again
 
     @property
     def free(self) -> int:
@@ -220,6 +221,7 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference to each block of a chain; the last blocks of a chain are evicted before its first."""
+        self.returns += 1
         for block in reversed(blocks):
             assert self._ref_count[block] > 0, "a block is given back once per reference"
             self._ref_count[block] -= 1
@@ -300,6 +302,7 @@ class BlockPool:
     def unreserve(self, count: int) -> None:
         """Return so many reserved blocks to the pool: they can hold KV again."""
         assert count <= len(self._reserved)
+        self.returns += 1
         for _ in range(count):
             self._free.append(self._reserved.pop())
 

@@ -20,6 +20,7 @@ class Prefix(NamedTuple):
 
     keys: list[bytes]
     blocks: list[int]  # parallel to the keys; NULL_BLOCK: in host memory
+    next_keys: tuple[bytes, ...] = ()  # of the blocks after it that were not found, one under each root
 
     @property
     def device_blocks(self) -> list[int]:
@@ -42,7 +43,8 @@ def find_prefix(sequence: Sequence, most: int, pool: BlockPool) -> Prefix:
     if len(public) > len(blocks):
         blocks = public + pool.match(keys[len(public) :])
         keys = sequence.public_keys[1 : len(public) + 1] + keys[len(public) :]
-    return Prefix(keys[: len(blocks)], blocks)
+    after = (keys[len(blocks) : len(blocks) + 1], sequence.public_keys[len(public) + 1 : len(public) + 2])
+    return Prefix(keys[: len(blocks)], blocks, tuple(key for next_key in after for key in next_key))
 
 
 def promote_prefix(sequence: Sequence, prefix: Prefix, fresh: list[int], pool: BlockPool, tier: HostTier) -> list[int]:
@@ -107,6 +109,18 @@ def fork_source(sequence: Sequence) -> Sequence | None:
 MAX_PREEMPTIONS = 2
 
 
+def _still_lacks_blocks(sequence: Sequence, pool: BlockPool) -> bool:
+    """Whether the sequence was refused for lack of blocks, and nothing has changed that could admit it.
+
+    A lookup of 128k tokens takes milliseconds, so a waiting sequence is not looked up in each step. It can be admitted
+    after blocks were given back, or if its prefix has become longer.
+    """
+    if sequence.lacked_blocks is None:
+        return False
+    returns, next_keys = sequence.lacked_blocks
+    return returns == pool.returns and not any(pool.holds(key) for key in next_keys)
+
+
 class AdmissionResult(Enum):
     """Whether a waiting sequence was admitted, and if not, what it lacks."""
 
@@ -127,6 +141,8 @@ def admit(
     most = sequence.num_tokens - 1
     source = fork_source(sequence)
     looks_up = source is None and sequence.reads_cache and pool.shares_prefixes
+    if looks_up and table.running and _still_lacks_blocks(sequence, pool):
+        return AdmissionResult.NO_BLOCKS
     prefix = find_prefix(sequence, most // pool.block_size, pool) if looks_up else Prefix([], [])
     device_blocks, host_keys = prefix.device_blocks, prefix.host_keys
     shared = len(device_blocks) if source is None else most // pool.block_size
@@ -142,6 +158,7 @@ def admit(
         pool.release(device_blocks)
         if tier is not None:
             tier.release(host_keys)
+        sequence.lacked_blocks = pool.returns, prefix.next_keys
         assert table.running or table.ending, "a sequence alone always fits: longer ones are refused"
         return AdmissionResult.NO_BLOCKS
     if source is not None:

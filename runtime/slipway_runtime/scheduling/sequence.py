@@ -56,6 +56,8 @@ class Sequence:
     num_published: int = 0  # full blocks that others can find
     has_text_blocks: bool = False  # whether text blocks of its prompt are still to be attached to its blocks
     preemptions: int = 0
+    # `returns` of the pool when it last lacked blocks, and the keys with which its prefix would be longer.
+    lacked_blocks: tuple[int, tuple[bytes, ...]] | None = None
     paused: bool = False  # not planned: its client does not read, or its grammar is not compiled yet
     cached_tokens: int = 0
     scheduled_at: float | None = None
@@ -143,6 +145,8 @@ class Sequence:
 def reason_to_stop(sequence: Sequence, eos: frozenset[int]) -> FinishReason | None:
     """Why a sequence ends with its last known token; None: it goes on."""
     params, last = sequence.params, sequence.token_ids[-1]
+    if last in eos and sequence.request.grammar is not None:
+        return FinishReason.STOP  # the grammar is complete: neither min_tokens nor ignore_eos can add to the answer
     if sequence.num_output_tokens >= max(params.min_tokens, 1) and (
         (last in eos and not params.ignore_eos) or last in params.stop_token_ids
     ):

@@ -119,7 +119,11 @@ def _generate(
     body, caller, model = call.body, call.caller, call.served.model
     facts = model.engine.facts
     choices = [_choice(call, index, prompt, params, facts) for index in indices]
-    replayed = replay(choices[0], given, params, frozenset(facts.eos_token_ids)) if given else Replayed()
+    replayed = (
+        replay(choices[0], given, params, frozenset(facts.eos_token_ids), bound=call.grammar is not None)
+        if given
+        else Replayed()
+    )
     request = Request(
         id=f"{call.format.id}-{secrets.token_hex(6)}-{indices[0]}",  # a client may choose the first part
         prompt_token_ids=prompt.token_ids,
@@ -183,13 +187,16 @@ class Replayed:
     end: Delta | None = None
 
 
-def replay(choice: Choice, given: tuple[int, ...], params: SamplingParams, eos: frozenset[int]) -> Replayed:
+def replay(
+    choice: Choice, given: tuple[int, ...], params: SamplingParams, eos: frozenset[int], *, bound: bool = False
+) -> Replayed:
     """Restore the state of an answer of another replica: the same tokens release the same text, so none is sent twice.
 
-    Held-back text (half a character, the beginning of a stop string) is held back here again.
+    Held-back text (half a character, the beginning of a stop string) is held back here again. bound: by a grammar, which
+    an end-of-sequence token ends.
     """
     stops = (frozenset() if params.ignore_eos else eos) | set(params.stop_token_ids)
-    ended_by_token = given[-1] in stops and len(given) > params.min_tokens
+    ended_by_token = (given[-1] in stops and len(given) > params.min_tokens) or (bound and given[-1] in eos)
     before = choice.take(Output(request_id="", token_ids=given[:-1] if ended_by_token else given))
     if before.finish_reason is not None:
         return Replayed(before, replace(before, text="", token_ids=()))

@@ -278,8 +278,13 @@ def test_attention_in_company_is_attention_alone(compiled):
 
 @pytest.mark.parametrize("endless", [math.nan, math.inf])
 @pytest.mark.parametrize(("kv_dtype", "page", "size"), [(torch.float32, 4, 16), (torch.bfloat16, 16, 32)], ids=str)
-def test_what_later_tokens_hold_is_never_computed_with(compiled, kv_dtype, page, size, endless):
-    """Nor as 0 · infinity, where tiles multiply positions that some of their queries do not see."""
+@pytest.mark.parametrize("name", ["compiled", "fixed order"])
+def test_what_later_tokens_hold_is_never_computed_with(name, request, kv_dtype, page, size, endless):
+    """Nor as 0 · infinity, if tiles multiply positions that some of their queries do not see.
+
+    review/engine.md F11: in fixed order, one request's NaN was in the answers of all that had its blocks later.
+    """
+    compiled = fixed_order if name == "fixed order" else request.getfixturevalue("compiled")
     cache, table = a_cache(kv_dtype, 40, page, 1, size)
     q = torch.randn(40, 1, size)
 

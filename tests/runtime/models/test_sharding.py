@@ -1,4 +1,4 @@
-"""A model cut between two ranks computes what the whole one does."""
+"""A model cut between ranks computes what the whole one does."""
 
 from pathlib import Path
 
@@ -65,6 +65,29 @@ def test_logits_of_two_ranks_are_those_of_one(family, tmp_path):
     assert max(differences(Machine(tmp_path, rows=3), Shards(tmp_path, rows=3), 97)) < 1e-5
 
 
+@pytest.mark.capability("DD-3", "API-21")
+@pytest.mark.parametrize(
+    ("family", "size", "shape"),
+    [
+        ("llama", 4, {}),
+        ("llama with biases, tied", 4, {"intermediate_size": 45}),  # 45 features over 4 ranks: 12 and three times 11
+        ("qwen3", 8, {}),  # 2 ranks for each of 4 key-value heads
+        ("phi4-mini", 4, {"num_key_value_heads": 1}),
+        ("gpt_oss", 4, {"num_attention_heads": 8}),  # sinks, and biases of all experts
+        ("qwen3_moe", 4, {"moe_intermediate_size": 27}),
+        ("qwen2", 3, {"num_attention_heads": 6, "num_key_value_heads": 1, "hidden_size": 48}),  # an odd number of ranks
+    ],
+    ids=lambda value: str(value) if not isinstance(value, dict) else "",
+)
+def test_more_ranks_than_key_value_heads_compute_the_logits_of_one(family, size, shape, tmp_path):
+    """review/engine.md F3: 235B-A22B, with 4 key-value heads, was refused on 8 GPUs."""
+    kind, known = FAMILIES[family]
+    a_checkpoint(tmp_path, kind, **known | shape)
+    shards = Shards(tmp_path, rows=3, size=size)
+    assert {machine.caches[0].shape[2] for machine in shards.machines} == {1}, "a rank stores one key-value head"
+    assert max(differences(Machine(tmp_path, rows=3), shards, 97)) < 1e-5
+
+
 # Both cuts by inputs, of 256 columns of o and of 512 of down, lie between two groups of every format.
 ALIGNED = {"hidden_size": 256, "intermediate_size": 512}
 IN_ORDER = [name for name in FORMATS if "order" not in name]
@@ -79,6 +102,15 @@ def test_a_quantized_checkpoint_is_divided_like_its_numbers(name, sizes, tmp_pat
     assert max(differences(Machine(tmp_path, **exact), Shards(tmp_path, **exact), 97)) < 1e-5
     # In the format that this machine multiplies: rows of x are rounded to bytes by parts, or to bfloat16.
     assert max(differences(Machine(tmp_path, rows=3), Shards(tmp_path, rows=3), 97)) < 0.15
+
+
+@pytest.mark.capability("DD-3", "QZ-4")
+@pytest.mark.parametrize("name", ["awq", "fp8, blocks", "int8, W8A16", "gptq, in the order of activations"])
+def test_a_quantized_checkpoint_of_two_key_value_heads_is_computed_by_four_ranks(name, tmp_path):
+    """review/engine.md F3"""
+    a_quantized_checkpoint(tmp_path, *FORMATS[name], sizes={"hidden_size": 64, "intermediate_size": 224})
+    exact = {"rows": 3, "packed": False}
+    assert max(differences(Machine(tmp_path, **exact), Shards(tmp_path, size=4, **exact), 97)) < 1e-5
 
 
 @pytest.mark.capability("DD-3", "QZ-4")
@@ -230,15 +262,44 @@ def test_two_deterministic_ranks_give_a_row_the_same_scores_in_any_company(tmp_p
         assert torch.equal(alone[stretch.start :], together[stretch.row])
 
 
-@pytest.mark.parametrize(
-    ("size", "sentence"), [(3, "the 2 key-value heads"), (4, "the 2 key-value heads"), (2, "")], ids=str
-)
-def test_what_cannot_be_divided_is_refused(size, sentence, tmp_path: Path):
+@pytest.mark.parametrize("size", [3, 6, 8])
+def test_heads_that_cannot_be_divided_are_refused_with_the_numbers_that_can(size, tmp_path: Path):
+    """review/engine.md F3"""
     a_checkpoint(tmp_path)
-    config = read_config(tmp_path)
-    if sentence:
-        with pytest.raises(ModelRefusedError, match=sentence):
-            part_of(config, size)
-    else:
-        own = part_of(config, size)
-        assert (own.num_q_heads, own.num_kv_heads, own.intermediate_size) == (2, 1, 40)
+    expected = (
+        f"tensor_parallel_size is {size}: a rank needs the same number of the 4 query heads, and whole heads or a copy "
+        "of one of the 2 key-value heads; use 2, 4 or 1"
+    )
+    with pytest.raises(ModelRefusedError) as refused:
+        part_of(read_config(tmp_path), size)
+    assert str(refused.value) == expected
+
+
+@pytest.mark.parametrize(("size", "own"), [(1, (4, 2, 80)), (2, (2, 1, 40)), (4, (1, 1, 20))], ids=str)
+def test_a_rank_has_whole_heads_or_a_copy_of_a_key_value_head(size, own, tmp_path: Path):
+    a_checkpoint(tmp_path)
+    part = part_of(read_config(tmp_path), size)
+    assert (part.num_q_heads, part.num_kv_heads, part.intermediate_size) == own
+
+
+@pytest.mark.parametrize("count", [1, 45, 80, 2880, 8960, 14336, 18944])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8, 16])
+def test_inner_features_are_cut_once_into_parts_of_similar_size(count, ranks):
+    """review/engine.md F3: Qwen2.5-7B has 18,944 inner features, and gpt-oss 2,880 in groups of 32."""
+    parts = [Shard(rank, ranks).of_features(count) for rank in range(ranks)]
+    assert [index for part in parts for index in range(count)[part]] == list(range(count))
+    sizes = [part.stop - part.start for part in parts]
+    assert sizes[0] == max(sizes) <= max(-(-count // ranks), 1.125 * count / ranks)
+    if count == 2880 and ranks <= 8:
+        assert all(part.start % 32 == part.stop % 32 == 0 for part in parts), "MXFP4 codes stay codes"
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+def test_query_heads_are_on_the_ranks_of_their_key_value_heads(kv_heads, ranks):
+    """review/engine.md F3"""
+    heads = 16
+    for rank in range(ranks):
+        share = Shard(rank, ranks)
+        queries, keys = range(heads)[share.of_heads(heads)], range(kv_heads)[share.of_heads(kv_heads)]
+        assert sorted({query * kv_heads // heads for query in queries}) == list(keys)

@@ -1,5 +1,7 @@
 """Prefixes: kept by those who come back, flushed when asked, told to routers."""
 
+from collections.abc import Iterable
+
 import pytest
 
 from slipway_runtime.messages import AllBlocksCleared, BlockRemoved, BlockStored
@@ -121,3 +123,54 @@ def test_switched_off_nothing_is_found_and_nothing_stays():
 
     assert play.outputs["again"][0].cached_tokens == 0
     assert (play.scheduler.pool.cached, play.scheduler.pool.free) == (0, 32)
+
+
+def a_blocked_request(**options: object) -> tuple[Play, list[int]]:
+    """A request with a cached prefix of 16 blocks that lacks blocks; the number of lookups in each step from now on."""
+    play = Play(blocks=48, budget=256, **options)
+    prefix = [n % 41 + 3 for n in range(64)]
+    play.add("before", prefix, max_tokens=1)
+    play.run()
+    play.add("runs", [n % 37 + 5 for n in range(100)], max_tokens=30)
+    play.step()
+    lookups: list[int] = []
+    match, step = play.pool.match, play.step
+
+    def counted(keys: Iterable[bytes]) -> list[int]:
+        lookups[-1] += 1
+        return match(keys)
+
+    play.pool.match = counted  # type: ignore[method-assign]
+
+    def counting_step() -> object:
+        lookups.append(0)
+        return step()
+
+    play.step = counting_step  # type: ignore[method-assign]
+    play.add("waits", [*prefix, *(n % 31 + 7 for n in range(60))], max_tokens=2)
+    return play, lookups
+
+
+@pytest.mark.capability("KV-3")
+def test_a_request_that_lacks_blocks_is_not_looked_up_again_until_blocks_come_back():
+    """review/engine.md F13: a prefix of 128k tokens cost 3.7 ms in each step."""
+    play, lookups = a_blocked_request()
+    play.run()
+    assert len(play.outputs["waits"]) > 0
+    assert play.outputs["waits"][0].cached_tokens >= 56, "some of the prefix"
+    blocked = lookups[: lookups.index(0) + 20]
+    assert blocked[0] > 0
+    assert sum(blocked) == blocked[0], "one lookup, and none in the following steps"
+
+
+def test_a_request_that_lacks_blocks_is_looked_up_when_another_one_ends():
+    play, lookups = a_blocked_request()
+    for _ in range(3):
+        play.step()
+    assert lookups[1:] == [0, 0]
+    play.abort("runs")
+    play.step()
+    play.step()
+    assert sum(lookups[3:]) > 0
+    play.run()
+    assert play.outputs["waits"][0].cached_tokens >= 56, "some of the prefix"

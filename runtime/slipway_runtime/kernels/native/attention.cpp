@@ -26,7 +26,7 @@ constexpr int ROWS = 6;
 constexpr int ROWS = 3;
 #endif
 constexpr int WIDTH = 4;  // vectors; ROWS · WIDTH sums stay in registers
-constexpr int64_t MIN_WORK_PER_THREAD = 1 << 16;  // scores
+constexpr int64_t MIN_WORK = 1 << 11;  // scores of all heads in a call: about 5 us, which is worth a second thread
 
 struct Cache {
     const uint8_t *bytes;  // (blocks, 2, kv heads, page bytes)
@@ -530,7 +530,7 @@ EXPORT void attend_pages(const float *q, int64_t q_stride, const void *cache, in
                             float scale, int64_t window, float softcap, const float *sinks, int64_t num_scores) {
     Step step{q, out, {(const uint8_t *)cache, kv_heads, page, size, (int)kind}, tables, positions, q_stride, width,
               query_heads / kv_heads, window, scale, softcap, sinks};
-#pragma omp parallel num_threads(threads) if (threads > 1 && num_scores * query_heads > MIN_WORK_PER_THREAD)
+#pragma omp parallel num_threads(threads) if (threads > 1 && num_scores * query_heads > MIN_WORK)
     {
         START_TILES(INT64_MAX);
 #pragma omp for schedule(dynamic)

@@ -65,6 +65,8 @@ int64_t scratch_of(const Matrix &matrix, int64_t rows) {
     return 0;
 }
 
+constexpr int64_t MIN_WORK = 1 << 14;  // additions of a bias in a call: a few us, which are worth a second thread
+
 int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
 void multiply(const Matrix &matrix, const float *x, float *y, uint8_t *scratch, int64_t rows) {
@@ -76,9 +78,10 @@ void multiply(const Matrix &matrix, const float *x, float *y, uint8_t *scratch, 
         linear_bytes(x, (const int8_t *)matrix.packed, matrix.scales, matrix.offsets, y, scratch, rows, matrix.in,
                      matrix.out);
 #endif
-    if (matrix.bias)
-        for (int64_t row = 0; row < rows; row++)
-            for (int64_t i = 0; i < matrix.out; i++) y[row * matrix.out + i] += matrix.bias[i];
+    if (!matrix.bias) return;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * matrix.out > MIN_WORK)
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < matrix.out; i++) y[row * matrix.out + i] += matrix.bias[i];
 }
 
 // Bytes of scratch of the one call that computes the MLP, where there is one; 0: gate, up and down are computed apart.

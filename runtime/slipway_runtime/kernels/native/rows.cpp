@@ -4,7 +4,7 @@
 
 namespace {
 
-constexpr int64_t MIN_WORK_PER_THREAD = 1 << 15;  // numbers
+constexpr int64_t MIN_WORK = 1 << 12;  // numbers in a call: a few us, which are worth a second thread
 
 // 1 / sqrt(mean(x²) + eps)
 INLINE float scale_of(const float *x, int64_t size, float eps) {
@@ -56,14 +56,14 @@ INLINE void copy_head(const float *x, void *cache, int64_t first, int64_t size, 
 
 // x: (rows, size), weight: (size) -> out: (rows, size).
 EXPORT void rms_norm(const float *x, const float *weight, float *out, int64_t rows, int64_t size, float eps) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * size > MIN_WORK_PER_THREAD)
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * size > MIN_WORK)
     for (int64_t row = 0; row < rows; row++) norm(x + row * size, weight, out + row * size, size, eps);
 }
 
 // The same of residual + x, which the residual becomes.
 EXPORT void add_rms_norm(const float *x, float *residual, const float *weight, float *out, int64_t rows, int64_t size,
                          float eps) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * size > MIN_WORK_PER_THREAD)
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * size > MIN_WORK)
     for (int64_t row = 0; row < rows; row++) {
         const float *added = x + row * size;
         float *stream = residual + row * size;
@@ -76,7 +76,7 @@ EXPORT void add_rms_norm(const float *x, float *residual, const float *weight, f
 
 // gate_up: (rows, 2 · size) -> silu(gate) · up: (rows, size).
 EXPORT void swiglu(const float *gate_up, float *out, int64_t rows, int64_t size) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * size > MIN_WORK_PER_THREAD)
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * size > MIN_WORK)
     for (int64_t row = 0; row < rows; row++) {
         const float *gate = gate_up + 2 * row * size, *up = gate + size;
         for (int64_t i = 0; i < size; i += LANES) {
@@ -92,7 +92,7 @@ EXPORT void swiglu(const float *gate_up, float *out, int64_t rows, int64_t size)
 
 // gate_up: (rows, 2 · size) -> gelu(gate) · up: (rows, size), by tanh.
 EXPORT void geglu(const float *gate_up, float *out, int64_t rows, int64_t size) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * size > MIN_WORK_PER_THREAD)
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * size > MIN_WORK)
     for (int64_t row = 0; row < rows; row++) {
         const float *gate = gate_up + 2 * row * size, *up = gate + size;
         for (int64_t i = 0; i < size; i += LANES) {
@@ -113,7 +113,7 @@ EXPORT void rope_and_store(float *qkv, const float *cos, const float *sin, int64
                            int64_t kind, const int64_t *slots, const float *query_norm, const float *key_norm, float eps,
                            int64_t tokens, int64_t query_heads, int64_t kv_heads, int64_t size, int64_t page) {
     int64_t heads = query_heads + 2 * kv_heads;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && tokens * heads * size > MIN_WORK_PER_THREAD)
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && tokens * heads * size > MIN_WORK)
     for (int64_t token = 0; token < tokens; token++) {
         float *own = qkv + token * heads * size;
         for (int64_t head = 0; head < query_heads + kv_heads; head++) {

@@ -59,8 +59,9 @@ def _plan(shape: ModelShape, spec: InferenceServiceSpec, facts: GPUFacts, *, gpu
 def _more_gpus(shape: ModelShape, spec: InferenceServiceSpec, facts: GPUFacts) -> str:
     """The advice to share the model between more GPUs of the same product, where that would do."""
     for gpus in (2, 4, 8):
-        shares_heads = gpus > spec.resources.gpu.count and shape.kv_heads % gpus == 0
-        if shares_heads and isinstance(_plan(shape, spec, facts, gpus=gpus), Fits):
+        copies_heads = gpus % shape.kv_heads == 0  # more GPUs than key-value heads
+        divides_heads = shape.heads % gpus == 0 and (shape.kv_heads % gpus == 0 or copies_heads)
+        if gpus > spec.resources.gpu.count and divides_heads and isinstance(_plan(shape, spec, facts, gpus=gpus), Fits):
             return f", or set resources.gpu.count and runtime.tensorParallelSize to {gpus}"
     return ""
 
