@@ -50,10 +50,10 @@ test-unit: setup ## tests that need no cluster
 	$(PYTEST) -n 2 --dist worksteal -m 'not apiserver and not cluster and not gpu and not kernels'
 
 test-apiserver: chart-check ## the chart, and tests against the real kube-apiserver
-	$(PYTEST) -m apiserver
+	$(PYTEST) -m apiserver --durations=15 tests --ignore=tests/runtime --ignore=tests/bench
 
 test-cluster: cluster-binary ## the local cluster's own tests and the short user stories
-	$(PYTEST) -m 'cluster and not full' tests e2e/stories
+	$(PYTEST) -m 'cluster and not full' --durations=40 tests/cluster e2e/stories
 
 e2e: setup ## all user stories, those of minutes too; with KUBECONFIG=… the first one on that cluster
 	@$(if $(KUBECONFIG),$(BIN)/python -m e2e.foreign --kubeconfig $(KUBECONFIG),$(MAKE) --no-print-directory cluster-binary && $(PYTEST) -m cluster e2e/stories)
