@@ -56,15 +56,15 @@ test-fast: setup ## lint, and the tests of pure code in a few minutes: a first v
 	$(PYTEST) -n 2 --dist worksteal -m 'not apiserver and not cluster and not gpu and not kernels' $(FAST_TESTS)
 
 test-apiserver: chart-check ## the chart, and tests against the real kube-apiserver
-	$(PYTEST) -n 2 --dist loadfile -m apiserver
+	$(PYTEST) -n 2 --dist loadfile -m apiserver tests --ignore=tests/runtime --ignore=tests/bench
 
 test-cluster: cluster-binary ## the local cluster's own tests and the short user stories
-	$(PYTEST) -m 'cluster and not full' tests e2e/stories
+	$(PYTEST) -m 'cluster and not full' tests/cluster e2e/stories
 
 e2e: setup ## all user stories, those of minutes too; with KUBECONFIG=… the first one on that cluster
 	@$(if $(KUBECONFIG),$(BIN)/python -m e2e.foreign --kubeconfig $(KUBECONFIG),$(MAKE) --no-print-directory cluster-binary && $(PYTEST) -m cluster e2e/stories)
 
-chaos: cluster-binary ## every fault under load on the local cluster, as a table (about 45 minutes; ARGS="--only node")
+chaos: cluster-binary ## every fault under load on the local cluster, as a table (about an hour; ARGS="--only node")
 	OMP_NUM_THREADS=1 $(BIN)/python -m e2e.chaos $(ARGS)
 
 e2e-kind: setup ## build the images, install the chart with them on a kind cluster, ask one question (KEEP=1 leaves it up)

@@ -43,7 +43,7 @@ class NotInTimeError(AssertionError):
     """Something that should have become true did not; the message has what was seen last."""
 
 
-def wait_for(what: str, look: Callable[[], T | None], timeout: float = 60, every: float = 0.5) -> T:
+def wait_for(what: str, look: Callable[[], T | None], timeout: float = 60, every: float = 0.2) -> T:
     """The first answer of `look` that is not None or False; raises NotInTimeError with its last exception or value."""
     deadline = time.monotonic() + timeout
     last: object = None

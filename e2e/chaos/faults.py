@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from e2e import checks
-from e2e.chaos import hostile
+from e2e.chaos import hostile, neighbours, people
 from e2e.chaos.stage import AUTO, FIXED, REPLICAS, SPARE, Stage, service
 from e2e.slipway import GATEWAY, RELEASE_NAMESPACE, USER_NAMESPACE, wait_for
 
@@ -24,6 +24,9 @@ class Fault:
     name: str
     inject: Callable[[Stage], None]
     on_node: bool = False  # it hits node-b, which must have a replica, a gateway and an operator then
+    may_lose: bool = False  # it breaks connections of a gateway, or no replica is left: requests may fail
+    may_wait: bool = False  # no replica is left, or a client's gateway is off the network: first bytes may be late
+    prepare: Callable[[Stage], None] = Stage.configure  # before the load begins; without it, the chart's defaults
 
 
 # Operators
@@ -333,11 +336,11 @@ FAULTS = (
     Fault("leading operator killed while scaling", kill_leader_while_scaling),
     Fault("gateways restarted one by one", restart_gateways),
     Fault("gateway deleted", delete_gateway),
-    Fault("gateway killed", kill_gateway),
+    Fault("gateway killed", kill_gateway, may_lose=True),
     Fault("gateway hangs 10 s", hang_gateway),
     Fault("replica killed", kill_replica),
     Fault("engine of a replica killed", kill_engine),
-    Fault("all replicas killed", kill_all_replicas),
+    Fault("all replicas killed", kill_all_replicas, may_lose=True, may_wait=True),
     Fault("replica hangs 12 s", hang_replica),
     Fault("all replicas hang 2 s", hang_all_replicas_briefly),
     Fault("engine of a replica hangs 12 s", hang_engine(12)),
@@ -349,15 +352,15 @@ FAULTS = (
     Fault("replica deleted by force", delete_replica_by_force),
     Fault("replica evicted", evict_replica),
     Fault("kubectl drain of a node", drain_node, on_node=True),
-    Fault("node loses power, and returns", kill_node, on_node=True),
-    Fault("node off the network 30 s", cut_node, on_node=True),
+    Fault("node loses power, and returns", kill_node, on_node=True, may_lose=True),
+    Fault("node off the network 30 s", cut_node, on_node=True, may_lose=True, may_wait=True),
     Fault("node off the network 4 s", cut_node_briefly, on_node=True),
     Fault("kubelet away 20 s", stop_kubelet, on_node=True),
     Fault("API server away 20 s", stop_apiserver),
     Fault("API server hangs 20 s", hang_apiserver),
     Fault("etcd away 20 s", stop_etcd),
     Fault("replica lost while the scheduler hangs", kill_replica_while_scheduler_hangs),
-    Fault("gateway killed, API server away", restart_gateway_without_apiserver),
+    Fault("gateway killed, API server away", restart_gateway_without_apiserver, may_lose=True),
     Fault("rollout and back", roll_out),
     Fault("rollout, leader killed", roll_out_with_dying_leader),
     Fault("rollout to a missing model and back", roll_to_missing_model),
@@ -372,8 +375,26 @@ FAULTS = (
     Fault("200 header dribblers", dribble_headers),
     Fault("16 stalled uploads", stall_uploads),
     Fault("replica and leader killed, API server away", kill_replica_and_leader_without_apiserver),
-    Fault("rollout while a node is off the network", roll_out_while_node_is_cut, on_node=True),
+    Fault(
+        "rollout while a node is off the network",
+        roll_out_while_node_is_cut,
+        on_node=True,
+        may_lose=True,
+        may_wait=True,
+    ),
+    Fault("people: state label of a replica removed", people.remove_state_label),
+    Fault("people: service label of a replica changed", people.change_service_label),
+    Fault("people: record of the stable revision deleted", people.delete_revision_records),
+    Fault("people: Lease of the operator deleted", people.delete_lease),
+    Fault("people: status of a service erased", people.erase_status),
+    Fault("people: foreign children while a node drains", people.drain_beside_foreign_children, on_node=True),
+    Fault("people: full quota while a node drains", people.drain_in_full_quota, on_node=True),
+    Fault("people: key of the gateway replaced", people.replace_gateway_key, prepare=people.close_fixed_service),
+    Fault("people: watched namespace deleted", people.delete_namespace, prepare=people.watch_doomed_namespace),
+    Fault("people: all gateways gone 20 s", people.lose_all_gateways, may_lose=True, may_wait=True),
+    Fault("tenants: tenants file broken", neighbours.break_tenants_file, prepare=neighbours.admit_two_tenants),
+    Fault("tenants: hostile beside calm", neighbours.be_hostile, prepare=neighbours.admit_two_tenants),
 )
 
-# One of each part, short ones: in `make test` (e2e/stories/test_chaos.py).
-SAMPLE = ("leading operator killed", "replica killed", "replica deleted", "etcd away 20 s")
+# Short ones: in `make test` (e2e/stories/test_chaos.py).
+SAMPLE = ("replica killed", "etcd away 20 s")

@@ -5,14 +5,15 @@ import json
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 HEAD = "POST /v1/chat/completions HTTP/1.1\r\nHost: chaos\r\nContent-Type: application/json\r\n"
 TICK_SECONDS = 0.5
 
 
-def request(model: str, prompt: str = "Tell me a story.", tokens: int = 400) -> bytes:
-    """A complete streamed request."""
+def request(model: str, prompt: str = "Tell me a story.", tokens: int = 400, key: str = "", more: str = "") -> bytes:
+    """A complete streamed request, with a tenant's key and more header lines if they are given."""
     body = json.dumps(
         {
             "model": model,
@@ -22,7 +23,8 @@ def request(model: str, prompt: str = "Tell me a story.", tokens: int = 400) -> 
             "ignore_eos": True,
         }
     ).encode()
-    return f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    head = HEAD + (f"Authorization: Bearer {key}\r\n" if key else "") + more
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 @contextlib.contextmanager
@@ -101,6 +103,49 @@ def send_big_bodies(port: int, model: str, count: int = 8, size: int = 5 * 2**20
         except (OSError, IndexError):
             statuses.append(0)
     return statuses
+
+
+@contextlib.contextmanager
+def hostile_tenant(port: int, model: str, key: str) -> Iterator[Counter[str]]:
+    """One tenant in five threads, until the block ends: counts its answers by kind and status, 0 if there was none.
+
+    It sends bodies of 5 MB, prompts longer than any context, encoded bodies, and streams that it abandons, and uses up
+    its quota.
+    """
+    kinds = {
+        "big body": request(model, prompt="word " * 2**20, key=key),
+        "long prompt": request(model, prompt="lamp " * 20_000, key=key),
+        "encoding": request(model, key=key, more="Content-Encoding: gzip\r\n"),
+        "abandoned": request(model, tokens=64, key=key),
+        "quota": request(model, tokens=1, key=key),
+    }
+    over = threading.Event()
+    seen: Counter[str] = Counter()
+
+    def run(kind: str) -> None:
+        while not over.wait(0.02):
+            seen[f"{kind} {first_status(port, kinds[kind])}"] += 1
+
+    threads = [threading.Thread(target=run, args=(kind,), daemon=True) for kind in kinds]
+    for thread in threads:
+        thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(timeout=60)
+
+
+def first_status(port: int, sent: bytes) -> int:
+    """The status of the answer to these bytes; 0 without an answer. Its stream is abandoned after the first piece."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as one:
+            with contextlib.suppress(OSError):  # refused while it sends: the answer may be there
+                one.sendall(sent)
+            return int(one.recv(4096).split(b" ", 2)[1])
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 def count_open(opened: list[socket.socket]) -> int:

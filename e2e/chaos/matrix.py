@@ -14,6 +14,7 @@ from e2e.chaos.stage import Stage
 USERS = 8
 WARM_REQUESTS = 8  # finished before a fault is injected: streams are running
 WARM_SECONDS = 60.0
+FIRST_BYTE_SECONDS = 15.0  # the longest wait while a healthy replica is available (ADR 151)
 
 
 @dataclass
@@ -24,24 +25,36 @@ class Row:
     counts: Counts = field(default_factory=Counts)
     recovery_seconds: float | None = None  # from the end of the fault until all replicas serve; None: not in time
     violations: list[str] = field(default_factory=list)  # double slots, orphans
+    may_lose: bool = False
+    may_wait: bool = False
+    notes: list[str] = field(default_factory=list)  # what the fault measured
     error: str = ""  # why the fault could not be injected, or what did not recover
 
     @property
     def is_bad(self) -> bool:
-        """Whether the matrix fails because of this row; a request that failed visibly does not make it fail."""
-        return bool(self.counts.wrong or self.counts.cut or self.violations or self.error)
+        """Whether the matrix fails because of this row."""
+        return bool(self.counts.wrong or self.counts.cut or self.violations or self.error or self.broken_limits())
+
+    def broken_limits(self) -> list[str]:
+        """Requests that failed although the fault breaks no connection of a client, and first bytes that were late."""
+        failed, first_byte = self.counts.failed, self.counts.first_byte_seconds
+        lost = [f"{failed} requests lost"] if failed and not self.may_lose else []
+        late = [f"a first byte after {first_byte:.1f} s, above {FIRST_BYTE_SECONDS:.0f} s"]
+        return lost + (late if first_byte > FIRST_BYTE_SECONDS and not self.may_wait else [])
 
 
 def run_fault(stage: Stage, fault: Fault, references: References, seed: int) -> Row:
     """Inject one fault under load, wait for recovery, and repair what the fault left broken."""
-    row = Row(fault.name)
-    if fault.on_node:
-        try:
+    row = Row(fault.name, may_lose=fault.may_lose, may_wait=fault.may_wait)
+    try:
+        fault.prepare(stage)
+        if fault.on_node:
             stage.spread()
-        except Exception as error:  # noqa: BLE001  the other faults still run; the row has the reason
-            row.error = f"nothing was injected: {first_line(error)}"
-            return row
+    except Exception as error:  # noqa: BLE001  the other faults still run; the row has the reason
+        row.error = f"nothing was injected: {first_line(error)}"
+        return row
     load = Load(stage.slipway.base_url, references, USERS, seed)
+    stage.counts, stage.notes = load.counts, row.notes
     try:
         wait_steady(load.counts)
         fault.inject(stage)
@@ -52,7 +65,7 @@ def run_fault(stage: Stage, fault: Fault, references: References, seed: int) -> 
     try:
         checks.mend(stage.cluster, stage.slipway)
         row.violations = stage.violations()
-        if row.error:
+        if row.error or fault.prepare is not Stage.configure:
             stage.prepare()  # the next fault begins from the same state
     except Exception as error:  # noqa: BLE001  as above
         row.error = f"{row.error}; not mended: {first_line(error)}".removeprefix("; ")
@@ -92,7 +105,9 @@ def sentence(row: Row) -> str:
         f"{recovery}, slowest request {counts.slowest_seconds:.1f} s",
         f"longest wait for a first byte {counts.first_byte_seconds:.1f} s, in a stream {counts.pause_seconds:.1f} s",
         *failed_attempts(counts),
+        *row.notes,
         *row.violations,
+        *row.broken_limits(),
         row.error,
     ]
     return "; ".join(part for part in parts if part)
@@ -124,7 +139,7 @@ def table(rows: Iterable[Row]) -> Table:
         recovery = "—" if row.recovery_seconds is None else f"{row.recovery_seconds:.1f} s"
         result.add_row(
             row.fault, *map(str, numbers), *waits, recovery,
-            ", ".join(row.violations) or row.error or "as they should be",
-            "; ".join(failed_attempts(counts)), style="red" if row.is_bad else "",
+            ", ".join([*row.violations, *row.broken_limits()]) or row.error or "as they should be",
+            "; ".join([*row.notes, *failed_attempts(counts)]), style="red" if row.is_bad else "",
         )  # fmt: skip
     return result

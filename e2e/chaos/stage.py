@@ -5,10 +5,11 @@ import json
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from e2e import checks
+from e2e.chaos.client import Counts
 from e2e.cluster.access import ApiError
 from e2e.cluster.launch import Cluster
 from e2e.manifests import as_yaml, chat
@@ -38,6 +39,15 @@ class Stage:
 
     cluster: Cluster
     slipway: Slipway
+    settings: tuple[str, ...] = ()  # of the chart, beyond its defaults
+    counts: Counts = field(default_factory=Counts)  # of the load that runs
+    notes: list[str] = field(default_factory=list)  # measurements of the fault that runs, for its row
+
+    def configure(self, *settings: str) -> None:
+        """Upgrade the chart to its defaults with these settings, unless it has them."""
+        if settings != self.settings:
+            self.slipway.install(*settings)
+            self.settings = settings
 
     def prepare(self) -> None:
         """Apply both services, and wait until they serve."""

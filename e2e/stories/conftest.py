@@ -9,7 +9,7 @@ from e2e import checks, user_fields
 from e2e.cluster.launch import Cluster
 from e2e.ledger import Ledger
 from e2e.manifests import as_yaml
-from e2e.slipway import Slipway
+from e2e.slipway import Slipway, wait_for
 
 
 @pytest.fixture(scope="session")
@@ -45,6 +45,9 @@ def open_ledger(clean: Slipway) -> Iterator[Callable[[str], Ledger]]:
 
 
 def delete_services(slipway: Slipway) -> None:
-    """Delete every service and wait until its pods are gone."""
-    for service in slipway.services():
-        slipway.delete(service)
+    """Delete all services together, and wait until their pods are gone."""
+    services = slipway.services()
+    if services:
+        slipway.access.kubectl("delete", "infsvc", *services, "--ignore-not-found", "--wait=false")
+    for service in services:
+        wait_for(f"{service} gone", lambda service=service: slipway.is_gone(service), timeout=120)  # type: ignore[misc]

@@ -85,6 +85,7 @@ def test_an_adapter_comes_to_three_running_replicas_survives_a_restart_changes_i
     clean.wait_events("sailor", *expected, kind="LoRAAdapter")
 
 
+@pytest.mark.full
 @pytest.mark.capability("ML-2", "ML-8")
 def test_an_adapter_on_demand_is_loaded_by_its_first_request_and_makes_room_for_another(clean: Slipway) -> None:
     base = static("few", 1)

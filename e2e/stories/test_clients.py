@@ -44,6 +44,7 @@ def test_stalled_uploads_are_ended_and_the_others_are_served(clean: Slipway) -> 
         checks.wait_serving(clean, "calm", timeout=CLOSED_WITHIN_SECONDS)
 
 
+@pytest.mark.full
 @pytest.mark.capability("RG-2", "SE-6")
 def test_readers_that_never_read_hold_up_no_other(clean: Slipway) -> None:
     clean.apply(as_yaml(static("spoken", 1)))

@@ -42,6 +42,7 @@ def test_a_closed_service_answers_through_the_gateway_alone(clean: Slipway) -> N
     assert all("from" in rule for rule in policy["spec"]["ingress"])
 
 
+@pytest.mark.full
 @pytest.mark.capability("SE-2")
 def test_closing_a_service_replaces_its_replicas_without_an_outage(clean: Slipway) -> None:
     clean.apply(as_yaml(static("closing", 1)))

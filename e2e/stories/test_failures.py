@@ -43,6 +43,7 @@ def test_a_replica_deleted_under_load_finishes_its_streams_and_is_replaced(
     checks.no_request_lost(report, ledger)
 
 
+@pytest.mark.full
 @pytest.mark.capability("OP-7", "OB-3")
 def test_a_leader_killed_while_scaling_out_leaves_no_double_and_no_orphan(clean: Slipway, cluster: Cluster) -> None:
     clean.apply(as_yaml(static("grow", 1)))
@@ -98,6 +99,7 @@ def test_clients_are_served_while_the_api_server_is_away(clean: Slipway, cluster
     clean.wait_ready("steady", replicas=2, timeout=120)
 
 
+@pytest.mark.full
 @pytest.mark.capability("AS-6")
 def test_a_deleted_service_drains_before_it_goes(clean: Slipway) -> None:
     clean.apply(as_yaml(static("leaving", 1)))

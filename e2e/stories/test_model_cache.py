@@ -104,6 +104,7 @@ def sent(slipway: Slipway) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith("sent "))
 
 
+@pytest.mark.full
 @pytest.mark.capability("ST-4", "ST-6")
 def test_a_model_comes_to_each_node_once_before_replicas_that_then_download_nothing(with_folders: Slipway) -> None:
     slipway = with_folders

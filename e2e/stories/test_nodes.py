@@ -44,6 +44,7 @@ def test_the_replicas_of_a_killed_node_are_replaced_and_its_return_makes_no_doub
     assert checks.first_attempts(clean, "pair", 10) == []
 
 
+@pytest.mark.full
 @pytest.mark.capability("OP-7", "RD-1", "RD-10")
 def test_a_node_off_the_network_is_replaced_and_its_return_leaves_the_wanted_replicas(
     clean: Slipway, breakable: Cluster
@@ -99,6 +100,7 @@ def test_all_nodes_cut_off_for_a_minute_lose_no_replica(clean: Slipway, breakabl
     assert len(created) == 3, created
 
 
+@pytest.mark.full
 @pytest.mark.capability("OP-7", "RD-1", "OP-13")
 def test_an_old_revision_that_loses_a_node_is_rebuilt_while_the_new_one_is_broken(
     clean: Slipway, breakable: Cluster

@@ -25,6 +25,7 @@ def verdict(slipway: Slipway, name: str) -> str:
     return str((slipway.condition(name, "WithinSLO") or {}).get("reason", ""))
 
 
+@pytest.mark.full
 @pytest.mark.capability("OB-6", "CO-1")
 def test_objectives_are_measured_and_an_exhausted_budget_holds_a_new_revision(clean: Slipway) -> None:
     spec = static("objectives", 1, slo={"ttftP95Seconds": "60"}, budget={"gpuHourCost": "2.50", "currency": "EUR"})

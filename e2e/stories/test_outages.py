@@ -24,6 +24,7 @@ SNAPSHOT = "var/lib/slipway/state/routes.jsonl"  # in a gateway's container
 QUESTION = json.dumps({"model": "known", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}).encode()
 
 
+@pytest.mark.full
 @pytest.mark.capability("OP-7", "RG-2")
 def test_clients_are_served_while_etcd_is_away_and_changes_follow(clean: Slipway, breakable: Cluster) -> None:
     template = {"spec": {"tolerations": STAYS_FIVE_MINUTES}}
@@ -44,6 +45,7 @@ def test_clients_are_served_while_etcd_is_away_and_changes_follow(clean: Slipway
     assert before in checks.uids(clean.pods("kept"))
 
 
+@pytest.mark.full
 @pytest.mark.capability("OP-7", "RG-2")
 def test_streams_run_on_while_the_api_server_is_away_and_a_dead_replica_is_avoided(
     clean: Slipway, breakable: Cluster

@@ -68,6 +68,7 @@ def oldest() -> Iterator[Slipway]:
             slipway.delete(name)
 
 
+@pytest.mark.full
 @pytest.mark.capability("PL-4", "PL-3", "PL-9")
 def test_the_oldest_kubernetes_serves_with_rights_in_one_namespace_and_pods_of_any_user(oldest: Slipway) -> None:
     version = json.loads(oldest.access.kubectl("version", "-o", "json"))["serverVersion"]
@@ -98,6 +99,7 @@ def test_the_oldest_kubernetes_serves_with_rights_in_one_namespace_and_pods_of_a
     assert [one["reason"] for one in conditions] == ["Pending"], "the default: no operator has seen it"
 
 
+@pytest.mark.full
 @pytest.mark.capability("PL-3")
 def test_the_policy_of_this_cluster_refuses_a_user_outside_the_range(oldest: Slipway) -> None:
     pod = {

@@ -47,6 +47,7 @@ def test_a_spec_edit_surges_one_drains_one_and_drops_no_stream(
     assert len(report.revisions) == 2
 
 
+@pytest.mark.full
 @pytest.mark.capability("OP-7", "RD-1", "RD-10")
 def test_replicas_that_are_unready_for_a_moment_during_a_rollout_are_not_drained(
     clean: Slipway, cluster: Cluster

@@ -79,6 +79,7 @@ def claim_seconds(slipway: Slipway, name: str) -> float:
     return max(0.0, (ready.last_transition_time - claimed).total_seconds()) + 1
 
 
+@pytest.mark.full
 @pytest.mark.capability("AS-5")
 @pytest.mark.parametrize("level", ["Loaded", "Sleeping"])
 def test_a_pod_that_has_the_model_is_claimed_without_a_load(clean: Slipway, level: str) -> None:
@@ -104,6 +105,7 @@ def test_a_pod_that_has_the_model_is_claimed_without_a_load(clean: Slipway, leve
     delete_pool(clean, "standby")
 
 
+@pytest.mark.full
 @pytest.mark.capability("AS-5")
 def test_a_scaled_down_replica_returns_to_the_pool_and_the_next_service_claims_it(clean: Slipway) -> None:
     standby, first = yaml.safe_load_all((EXAMPLES / "warm-pool.yaml").read_text())

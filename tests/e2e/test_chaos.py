@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from e2e.chaos import hostile
+from e2e.chaos import hostile, neighbours
 from e2e.chaos.__main__ import main
 from e2e.chaos.client import CutSilently, Load, Lost, learn_references, read_text
 from e2e.chaos.faults import FAULTS, SAMPLE, Fault
@@ -130,13 +130,53 @@ async def test_references_that_differ_are_refused():
             await learn_references(server.url, ["fixed"])
 
 
-def test_a_row_fails_the_matrix_for_what_a_client_cannot_see_and_not_for_a_visible_failure():
+def test_a_row_fails_the_matrix_for_what_a_client_cannot_see_and_for_what_a_retry_does_not_hide():
     good, wrong, cut, double = Row("a"), Row("b"), Row("c"), Row("d", violations=["double slot x-0"])
-    good.counts.failed = good.counts.failed_first = 3
+    good.counts.failed_first = 3
     wrong.counts.wrong = cut.counts.cut = 1
 
     assert [row.is_bad for row in (good, wrong, cut, double, Row("e", error="not in time"))] == [False] + [True] * 4
     assert "3 failed first attempts" in sentence(good)
+
+
+@pytest.mark.capability("RD-12", "RD-9")
+@pytest.mark.parametrize(("failed", "seconds", "message"), [(1, 1.0, "1 requests lost"), (0, 15.1, "after 15.1 s")])
+def test_a_lost_request_and_a_late_first_byte_fail_the_rows_whose_fault_excuses_neither(failed, seconds, message):
+    row = Row("a")
+    row.counts.failed, row.counts.first_byte_seconds = failed, seconds
+
+    assert row.is_bad
+    assert message in sentence(row)
+    row.may_lose = row.may_wait = True
+    assert not row.is_bad
+
+
+@pytest.mark.capability("RD-12")
+def test_only_faults_of_gateways_their_nodes_or_all_replicas_may_lose_a_request():
+    allowed = {"gateway", "gateways", "node", "all"}
+
+    assert all(allowed & set(fault.name.replace(",", "").split()) for fault in FAULTS if fault.may_lose)
+    assert {fault.name for fault in FAULTS if fault.may_wait} < {fault.name for fault in FAULTS if fault.may_lose}
+
+
+@pytest.mark.capability("RD-12")
+def test_a_calm_tenant_that_waits_longer_or_fails_beside_a_hostile_one_makes_the_row_bad(monkeypatch):
+    @contextlib.contextmanager
+    def hostile_tenant(port, model, key):
+        yield {"quota 429": 7}
+
+    stage = Stage(None, SimpleNamespace(access=SimpleNamespace(port=lambda name: 0)))
+    monkeypatch.setattr(hostile, "hostile_tenant", hostile_tenant)
+    for windows, complaint in (
+        ([(0, 0.2), (0, 0.5)], ""),
+        ([(0, 0.2), (1, 0.2)], "lost 1 first attempts"),
+        ([(0, 0.2), (0, 9.0)], "p99 is 9.00 s"),
+    ):
+        left = iter(windows)
+        monkeypatch.setattr(neighbours, "measure", lambda counts, left=left: next(left))
+        with pytest.raises(AssertionError, match=complaint) if complaint else contextlib.nullcontext():
+            neighbours.be_hostile(stage)
+    assert "'quota 429': 7" in stage.notes[0]
 
 
 async def test_the_table_names_the_failures_of_first_attempts_of_retries_and_of_broken_streams():
@@ -166,7 +206,7 @@ def test_every_fault_of_a_node_or_its_kubelet_is_prepared_as_one():
     of_nodes = {fault.name for fault in FAULTS if "node" in fault.name or "kubelet" in fault.name}
 
     assert {fault.name for fault in FAULTS if fault.on_node} == of_nodes
-    assert len(of_nodes) == 6
+    assert len(of_nodes) == 8
 
 
 async def test_connections_that_the_server_closes_are_seen():

@@ -9,7 +9,7 @@ import pytest
 from slipway_api.admin_token import admin_token, serving_token, token_digest
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.gateway import Gateway
-from slipway_gateway.keys import GatewayKeys
+from slipway_gateway.keys import REMEMBERED_KEYS, GatewayKeys
 from slipway_gateway.picker.endpoints import Service
 from slipway_gateway.settings import GatewaySettings
 from slipway_gateway.watch import endpoint_of
@@ -91,6 +91,21 @@ def test_the_key_outlives_its_file(tmp_path):
     (tmp_path / "current").unlink()
 
     assert keys.admin_tokens("slipway-system", "gateway-1") == expected
+
+
+@pytest.mark.capability("RD-12", "SE-2")
+def test_running_replicas_outlive_a_key_that_is_replaced_without_its_previous_one(tmp_path):
+    """A replica accepts the key of its start alone; the gateway's own admin port accepts the mounted key alone."""
+    keys, names = keys_in(tmp_path, OLD), [b"key %d" % number for number in range(REMEMBERED_KEYS)]
+    of_old = endpoint_of(a_pod(OLD))
+    assert of_old is not None
+    for key in names[:-1]:
+        (tmp_path / "current").write_bytes(key)
+        assert keys.serving_headers(of_old) == {HEADER: serving_token(OLD, "team", "chat")}
+        assert keys.admin_tokens("slipway-system", "gateway-1") == [admin_token(key, "slipway-system", "gateway-1")]
+
+    (tmp_path / "current").write_bytes(names[-1])
+    assert keys.serving_headers(of_old) == {}, "only so many are remembered"
 
 
 def test_without_a_key_nothing_opens_and_nothing_breaks(tmp_path):
