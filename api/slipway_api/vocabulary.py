@@ -48,6 +48,8 @@ _STALLED_EVENTS: Final = (
     *(Reason.NO_SUITABLE_NODE, Reason.HUB_UNREACHABLE),
 )
 
+TERMINATING: Final = "The object is being deleted; the message names the replicas or finalizers that it waits for."
+
 _MEANINGS: Final = {
     ConditionType.READY: (
         (_TRUE, Reason.AVAILABLE, "All desired replicas take requests."),
@@ -56,6 +58,7 @@ _MEANINGS: Final = {
         (_TRUE, Reason.SCALED_TO_ZERO, "No replicas are asked for: by the spec, or because no requests come."),
         (_FALSE, Reason.NO_READY_REPLICAS, "It served before, and no replica does."),
         *((_FALSE, reason, meaning) for reason, meaning in STALLED_MEANINGS.items()),
+        (_FALSE, Reason.TERMINATING, TERMINATING),
         (_UNKNOWN, Reason.INTERNAL_ERROR, INTERNAL_ERROR),
         (_UNKNOWN, Reason.LOADING, "Replicas start for the first time."),
         (_UNKNOWN, Reason.DOWNLOADING_MODEL, "A replica downloads the model to its node."),
@@ -73,17 +76,20 @@ _MEANINGS: Final = {
     ConditionType.RECONCILING: (
         (_TRUE, Reason.SCALING_UP, "Replicas that are wanted do not serve yet."),
         (_TRUE, Reason.ROLLING_OUT, "A revision replaces the one before it."),
+        (_TRUE, Reason.TERMINATING, TERMINATING),
     ),
     ConditionType.WORKLOAD_AVAILABLE: (
         (_TRUE, Reason.AVAILABLE, "All desired replicas are ready."),
         (_FALSE, Reason.DEGRADED, "Some desired replicas are not ready."),
         (_FALSE, Reason.NO_READY_REPLICAS, "No replica is ready."),
+        (_FALSE, Reason.TERMINATING, TERMINATING),
     ),
     ConditionType.ROUTE_READY: (
         (_TRUE, Reason.ROUTED, "The gateway serves it under its served name."),
         (_FALSE, Reason.NO_READY_REPLICAS, "There is no replica to route to."),
         (_FALSE, Reason.NO_GATEWAY, "No gateway answers the operator; the message has the command to see why."),
         (_FALSE, Reason.NAME_CONFLICT, "Another object, or another namespace, has the served name."),
+        (_FALSE, Reason.TERMINATING, TERMINATING),
     ),
     ConditionType.SCALING_ACTIVE: (
         (_TRUE, Reason.METRICS_FRESH, "All ready replicas report their load."),
