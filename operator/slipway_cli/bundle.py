@@ -40,8 +40,10 @@ def collect_bundle(cluster: Cluster, release_namespace: str) -> dict[str, Any]:
         try:
             return get()
         except ClusterError as exc:
-            missing[part] = str(exc)
-            return default
+            missing[part] = " ".join(str(exc).split())
+        except Exception as exc:  # noqa: BLE001  an answer that cannot be read costs this part alone
+            missing[part] = f"{type(exc).__name__}: {' '.join(str(exc).split())[:500]}"
+        return default
 
     pods = read("pods", cluster.pods, [])
     system = read("installation", lambda: cluster.installation_pods(release_namespace), [])

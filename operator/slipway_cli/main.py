@@ -309,7 +309,7 @@ def main() -> None:
     try:
         app()
     except (ClusterError, BadInputError) as exc:
-        print(f"error: {exc}", file=sys.stderr)
+        print(f"error: {' '.join(str(exc).split())}", file=sys.stderr)
         sys.exit(1)
     except Exception as exc:  # noqa: BLE001  a person reads this, and a traceback helps nobody on call
         print(f"error: {type(exc).__name__}: {' '.join(str(exc).split())[:500]}", file=sys.stderr)
