@@ -71,6 +71,8 @@ class Reason(StrEnum):
     DOWNLOADING_MODEL = "DownloadingModel"
     WAITING_FOR_GPU = "WaitingForGPU"
     UNSCHEDULABLE = "Unschedulable"
+    # Being deleted: Ready, WorkloadAvailable and RouteReady are False, Reconciling is True
+    TERMINATING = "Terminating"
     # RouteReady
     ROUTED = "Routed"
     CANNOT_START = "CannotStart"

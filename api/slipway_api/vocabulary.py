@@ -105,6 +105,10 @@ _STALLED_EVENTS: Final = (
     *(Reason.NO_SUITABLE_NODE, Reason.HUB_UNREACHABLE, Reason.MOUNT_FAILED),
 )
 
+TERMINATING: Final = Cause(
+    "The object is being deleted; the message names the replicas or finalizers that it waits for."
+)
+
 _CAUSES: Final[dict[ConditionType, tuple[tuple[ConditionStatus, Reason, Cause], ...]]] = {
     ConditionType.READY: (
         (_TRUE, Reason.AVAILABLE, Cause("All desired replicas take requests.")),
@@ -121,6 +125,7 @@ _CAUSES: Final[dict[ConditionType, tuple[tuple[ConditionStatus, Reason, Cause], 
         (_TRUE, Reason.SCALED_TO_ZERO, Cause("No replicas are requested: by the spec, or because no requests come.")),
         (_FALSE, Reason.NO_READY_REPLICAS, Cause("It served before, and no replica does.")),
         *((_FALSE, reason, cause) for reason, cause in STALLED_CAUSES.items()),
+        (_FALSE, Reason.TERMINATING, TERMINATING),
         (_UNKNOWN, Reason.INTERNAL_ERROR, INTERNAL_ERROR),
         (_UNKNOWN, Reason.LOADING, Cause("Replicas start for the first time.")),
         (
@@ -155,11 +160,13 @@ _CAUSES: Final[dict[ConditionType, tuple[tuple[ConditionStatus, Reason, Cause], 
     ConditionType.RECONCILING: (
         (_TRUE, Reason.SCALING_UP, Cause("Desired replicas do not serve yet.")),
         (_TRUE, Reason.ROLLING_OUT, Cause("A revision replaces the previous one.")),
+        (_TRUE, Reason.TERMINATING, TERMINATING),
     ),
     ConditionType.WORKLOAD_AVAILABLE: (
         (_TRUE, Reason.AVAILABLE, Cause("All desired replicas are ready.")),
         (_FALSE, Reason.DEGRADED, Cause("Some desired replicas are not ready.")),
         (_FALSE, Reason.NO_READY_REPLICAS, Cause("No replica is ready.")),
+        (_FALSE, Reason.TERMINATING, TERMINATING),
     ),
     ConditionType.ROUTE_READY: (
         (_TRUE, Reason.ROUTED, Cause("The gateway serves it under its served name.")),
@@ -191,6 +198,7 @@ _CAUSES: Final[dict[ConditionType, tuple[tuple[ConditionStatus, Reason, Cause], 
                 "Set another spec.model.servedName, or rename the other object.",
             ),
         ),
+        (_FALSE, Reason.TERMINATING, TERMINATING),
     ),
     ConditionType.SCALING_ACTIVE: (
         (_TRUE, Reason.METRICS_FRESH, Cause("All ready replicas report their load.")),

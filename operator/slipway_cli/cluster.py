@@ -1,5 +1,6 @@
 """The cluster as the plugin uses it: reads and patches with the user's kubeconfig, so every write is the user's."""
 
+import base64
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,9 +12,13 @@ from kubernetes.config.config_exception import ConfigException
 from urllib3.exceptions import HTTPError
 
 from slipway_api import names
+from slipway_api.admin_token import admin_token
 from slipway_api.inference_service import InferenceService
 
 KINDS: Final = {"InferenceService": "inferenceservices", "LoRAAdapter": "loraadapters", "WarmPool": "warmpools"}
+
+LOG_LINES: Final = 2_000  # the newest of each container
+LOG_BYTES: Final = 2**20  # the newest of each container
 
 
 class ClusterError(Exception):
@@ -97,6 +102,48 @@ class Cluster:
         with _explained("pods"):
             found = self._core.list_namespaced_pod(self.namespace, label_selector=selector)
         return [self._plain(pod) for pod in found.items]
+
+    def installation_pods(self, namespace: str) -> list[dict[str, Any]]:
+        """The pods of operator and gateway in the namespace of the release."""
+        selector = "app.kubernetes.io/part-of=slipway,app.kubernetes.io/component in (operator, gateway)"
+        with _explained(f"pods of {namespace}"):
+            found = self._core.list_namespaced_pod(namespace, label_selector=selector)
+        return [self._plain(pod) for pod in found.items]
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """All nodes, without the lists of their images."""
+        with _explained("nodes"):
+            found = [self._plain(node) for node in self._core.list_node().items]
+        for node in found:
+            node.get("status", {}).pop("images", None)
+        return found
+
+    def log(self, namespace: str, pod: str, container: str, *, previous: bool) -> str:
+        """The newest lines of one container, or of the one before its last restart; bounded."""
+        with _explained(f"log of {namespace}/{pod} {container}"):
+            # As bytes: the client would decode them strictly.
+            answer: Any = self._core.read_namespaced_pod_log(
+                pod, namespace, container=container, previous=previous,
+                tail_lines=LOG_LINES, timestamps=True, _preload_content=False,
+            )  # fmt: skip
+        return bytes(answer.data[-LOG_BYTES:]).decode("utf-8", "replace")
+
+    def gateway_routes(self, pod: Mapping[str, Any]) -> Any:
+        """The routing table of one gateway. Needs the rights to read the gateway's key and to use `pods/proxy`."""
+        namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
+        volumes = {one["name"]: one for one in pod["spec"]["volumes"]}
+        secret = volumes["gateway-key"]["secret"]["secretName"]
+        with _explained(f"Secret {namespace}/{secret}"):
+            key = self._core.read_namespaced_secret(secret, namespace).data["current"]
+        token = admin_token(base64.b64decode(key).strip(), namespace, name)
+        path = f"/api/v1/namespaces/{namespace}/pods/{name}:{names.ADMIN_PORT}/proxy/debug/routes"
+        with _explained(f"routes of {namespace}/{name}"):
+            # Not Authorization, which the API server's proxy removes.
+            answer: Any = self._core.api_client.call_api(
+                path, "GET", header_params={names.HEADER_ADMIN_TOKEN: token},
+                auth_settings=["BearerToken"], _preload_content=False, _return_http_data_only=True,
+            )  # fmt: skip
+        return json.loads(answer.data)
 
     def revisions(self) -> list[dict[str, Any]]:
         """The ControllerRevisions of services."""

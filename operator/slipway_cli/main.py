@@ -21,7 +21,7 @@ import slipway_api
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
 from slipway_api.words import count
-from slipway_cli.bundle import write_bundle
+from slipway_cli.bundle import collect_bundle, write_bundle
 from slipway_cli.cluster import KINDS, Cluster, ClusterError, with_our_finalizer
 from slipway_cli.explain import explain_plan, explain_scaling, explain_status
 from slipway_cli.routes import NotExportedError, Options, export_routes
@@ -271,20 +271,18 @@ def plan(
 @app.command()
 def bundle(
     path: Annotated[Path, typer.Argument(help="File to write.")] = Path("slipway-bundle.tar.gz"),
+    release_namespace: Annotated[
+        str, typer.Option(help="Namespace of operator and gateway, for their logs and routes.")
+    ] = "slipway-system",
     namespace: Namespace = "",
     context: Context = "",
 ) -> None:
-    """Write a support bundle: objects, pods, events, versions. No secrets, no prompts."""
-    cluster = Cluster(namespace, context)
-    files: dict[str, Any] = {
-        "versions": {"kubectl-slipway": slipway_api.__version__, "kubernetes": cluster.server_version()},
-        "pods": cluster.pods(),
-        "events": cluster.events(),
-        "revisions": cluster.revisions(),
-    }
-    files |= {plural: cluster.objects(kind) for kind, plural in KINDS.items()}
+    """Write a support bundle: objects, pods, events, logs, nodes, routes, versions. No secrets, no prompts."""
+    files = collect_bundle(Cluster(namespace, context), release_namespace)
     written = write_bundle(path, files)
-    out.print(f"wrote {path}: {', '.join(written)}")
+    out.print(f"wrote {path}: {', '.join(written)}", soft_wrap=True)
+    for part, cause in files["not-collected"].items():
+        typer.echo(f"not collected: {part}: {cause}", err=True)
 
 
 @app.command()
@@ -313,7 +311,7 @@ def main() -> None:
     try:
         app()
     except (ClusterError, BadInputError) as exc:
-        print(f"error: {exc}", file=sys.stderr)
+        print(f"error: {' '.join(str(exc).split())}", file=sys.stderr)
         sys.exit(1)
     except Exception as exc:  # noqa: BLE001  a person reads this, and a traceback helps nobody on call
         print(f"error: {type(exc).__name__}: {' '.join(str(exc).split())[:500]}", file=sys.stderr)

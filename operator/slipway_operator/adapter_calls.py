@@ -348,7 +348,7 @@ class AdapterCalls:
                 raise CredentialsInvalid(f"the Secret {secret} cannot be read: {exc.message}") from exc
             sentence = (
                 f"the operator may not read Secrets of the namespace {namespace}: add it to the chart's value "
-                "adapterCredentials.namespaces, or apply the Role slipway-operator-adapter-credentials there"
+                "adapterCredentials.namespaces, which creates a Role there"
             )
             raise CredentialsInvalid(sentence) from exc
         except KubeError as exc:

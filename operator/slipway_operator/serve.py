@@ -103,7 +103,7 @@ async def serve(settings: OperatorSettings, *, stop: asyncio.Event | None = None
 async def create_keys(settings: OperatorSettings, secrets: Sequence[str]) -> None:
     """Create the Secrets that do not exist yet in the namespace of the release."""
     async with Client(auth.load(), user_agent=user_agent()) as client:
-        await create_missing_keys(client, settings.namespace, secrets)
+        await create_missing_keys(client, settings.namespace, secrets, sleep=asyncio.sleep)
 
 
 def _command(arguments: argparse.Namespace, settings: OperatorSettings) -> Coroutine[None, None, None]:

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from math import isfinite
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import msgspec
@@ -18,6 +19,10 @@ import yaml
 from aiohttp import web
 from prometheus_client import generate_latest
 
+from slipway_gateway import metrics as gateway_metrics
+from slipway_gateway.fleet import Fleet
+from slipway_gateway.tenancy import Tenancy
+from slipway_gateway.tls import Certificate
 from slipway_operator.core.service.plan import plan
 from slipway_operator.metrics import OperatorMetrics
 from slipway_runtime.server.metrics import Metrics
@@ -30,6 +35,7 @@ from tests.runtime.server.test_metrics_page import ENDED, FACTS, STATS
 
 FILES = Path(__file__).resolve().parents[2] / "charts" / "slipway" / "files"
 ALERTS, DASHBOARD = FILES / "alerts.yaml", FILES / "dashboard.json"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 # Of other exporters: DCGM, cAdvisor and kube-state-metrics.
 EXTERNAL = {
     "DCGM_FI_PROF_DRAM_ACTIVE",
@@ -152,6 +158,16 @@ async def scrape(port: int, part: str) -> str:
         return await response.text()
 
 
+def exported_if_configured() -> Iterator[str]:
+    """Metrics of a gateway with tenants and a certificate, which the gateway of `exporters` does not have."""
+    gateway = gateway_metrics.Metrics(Fleet(), open_to_anyone=False)
+    gateway.add_certificate(Mock(spec=Certificate, fault=""))
+    for metric in gateway.registry.collect():
+        yield metric.name
+    tenancy = Mock(is_open=False, fault="", gateways=1, tenant_names=())
+    yield from (metric.name for metric in Tenancy.collect(tenancy))
+
+
 @pytest.mark.capability("OB-4", "OB-5")
 async def test_every_metric_of_the_dashboard_and_the_alerts_is_exported():
     async with exporters() as port:
@@ -161,6 +177,7 @@ async def test_every_metric_of_the_dashboard_and_the_alerts_is_exported():
     used = {name for expression in expressions for name in NAME.findall(expression)}
 
     assert len(used) > 20
+    exported |= set(exported_if_configured())
     assert used - exported - EXTERNAL == set(), "in an expression, and exported by none of our processes"
     assert used >= EXTERNAL, "named as another exporter's, and not used"
 
@@ -362,6 +379,16 @@ STORIES: dict[str, tuple[dict[str, str], int, int]] = {
         17,
         13,
     ),
+    "SlipwayGatewayErrors": (  # review/shipping.md 14
+        {
+            'slipway_gateway_requests_total{service="team/chat", revision="r1", code="200"}': "0+60x30",
+            'slipway_gateway_requests_total{service="team/chat", revision="r1", code="503"}': "0x10 0+30x20",
+        },
+        20,
+        10,
+    ),
+    "SlipwayTenantsInvalid": ({'slipway_gateway_tenants_valid{pod="gateway-0"}': "1x10 0x10"}, 13, 10),
+    "SlipwayCertificateInvalid": ({'slipway_gateway_certificate_valid{pod="gateway-0"}': "1x10 0x10"}, 13, 10),
     "SlipwayGatewayViewOld": ({'slipway_gateway_view_age_seconds{pod="gateway-0"}': "1x10 500x10"}, 15, 9),
     "SlipwayWarningEvents": ({'slipway_operator_decisions_total{reason="GPUFault"}': "0x10 1x10"}, 12, 9),
 }
@@ -392,8 +419,23 @@ def test_an_alert_fires_when_it_should_and_not_before(alert, tmp_path):
     promtool("test", "rules", written(tmp_path, [test]))
 
 
-def test_every_alert_has_a_story():
+def test_every_alert_has_a_story_a_section_of_the_runbook_and_a_line_in_the_docs():
+    runbook = (DOCS / "runbook.md").read_text(encoding="utf-8")
+    observability = (DOCS / "observability.md").read_text(encoding="utf-8")
+
     assert set(STORIES) == set(rules())
+    assert set(re.findall(r"^## (Slipway\w+)$", runbook, re.MULTILINE)) == set(rules())
+    assert set(re.findall(r"^\| (Slipway\w+) \|", observability, re.MULTILINE)) == set(rules())
+
+
+def test_a_service_that_is_being_deleted_fires_no_alert(tmp_path):
+    deleted = f'slipway_service_condition{{{OF}, condition="Ready", status="False", reason="Terminating"}}'
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": deleted, "values": "1x30"}],
+        "promql_expr_test": [firing("SlipwayServiceNotReady", 25, yes=False)],
+    }
+    promtool("test", "rules", written(tmp_path, [test]))
 
 
 @pytest.mark.capability("OB-5")

@@ -12,25 +12,25 @@ pytestmark = pytest.mark.apiserver
 EXTERNAL = SERVICE.replace("  replicas: 1\n", "  autoscaling: {mode: External, maxReplicas: 5}\n")
 
 
-def sync(stage: Stage, manifest: str) -> None:
+def sync(at: Stage, manifest: str) -> None:
     """One sync of Flux's kustomize-controller: server-side apply that overwrites conflicts."""
     flux = ("--server-side", "--force-conflicts", "--field-manager=kustomize-controller")
-    stage.access.kubectl("apply", *flags_of(stage), *flux, "-f", "-", stdin=manifest)
+    at.access.kubectl("apply", *flags_of(at), *flux, "-f", "-", stdin=manifest)
 
 
-def flags_of(stage: Stage) -> tuple[str, ...]:
-    return ("-n", stage.namespace)
+def flags_of(at: Stage) -> tuple[str, ...]:
+    return ("-n", at.namespace)
 
 
-def scale(stage: Stage) -> int:
+def scale(at: Stage) -> int:
     """The number that an HPA reads; the API server answers with an error while spec.replicas is absent."""
-    answer = stage.access.kubectl(*flags_of(stage), "get", "infsvc", "chat", "--subresource=scale", "-o", "json")
+    answer = at.access.kubectl(*flags_of(at), "get", "infsvc", "chat", "--subresource=scale", "-o", "json")
     number: int = json.loads(answer)["spec"]["replicas"]
     return number
 
 
-def owners_of_replicas(stage: Stage) -> set[str]:
-    entries = stage.service()["metadata"]["managedFields"]
+def owners_of_replicas(at: Stage) -> set[str]:
+    entries = at.service()["metadata"]["managedFields"]
     return {one["manager"] for one in entries if "f:replicas" in one["fieldsV1"].get("f:spec", {})}
 
 

@@ -54,7 +54,8 @@ from slipway_operator.core.service.rollout.strategy import decide_rollout
 from slipway_operator.core.service.rollout.target import Target, choose_target
 from slipway_operator.core.service.rollout.upgrade import choose_revision
 from slipway_operator.core.service.status.accounting import NOT_ACCOUNTED, Accounting, account
-from slipway_operator.core.service.status.conditions import Decided, build_status, deletion_status, progress_deadline
+from slipway_operator.core.service.status.conditions import Decided, build_status, progress_deadline
+from slipway_operator.core.service.status.deletion import deletion_status
 from slipway_operator.core.service.status.events import find_events, find_warnings, ready_names
 from slipway_operator.core.service.status.invalid import invalid_status
 from slipway_operator.core.service.status.problems import find_capacity_shortage
@@ -407,7 +408,9 @@ def _drain_all(observed: Observed, members: tuple[Member, ...], restored: Steps,
     """Drain every replica of a service that is being deleted, then release our finalizer."""
     service = observed.service
     if names.FINALIZER not in service.metadata.finalizers:
-        return Plan(status=None)  # our finalizer is removed; the garbage collector deletes the children
+        # Our finalizer is removed; the garbage collector deletes the children. Others' finalizers may hold the object.
+        is_held = bool(service.metadata.finalizers)
+        return Plan(status=deletion_status(observed, (), now) if is_held else None)
     if ORPHAN_FINALIZER in service.metadata.finalizers:
         reason = "kubectl delete --cascade=orphan leaves the replicas as they are"
         return Plan(actions=(RemoveFinalizer(finalizer=names.FINALIZER, reason=reason),), status=None)
@@ -422,7 +425,7 @@ def _drain_all(observed: Observed, members: tuple[Member, ...], restored: Steps,
     ends = [one.replica.deleted_at + GONE_AFTER for one in holding if one.replica.deleted_at]
     return Plan(
         actions=steps.actions,
-        status=deletion_status(observed, members),
+        status=deletion_status(observed, members, now),
         events=steps.events,
         requeue_after=_seconds_until(earliest(steps.again_at, *ends), now),
     )

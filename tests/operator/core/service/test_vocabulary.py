@@ -251,6 +251,8 @@ def disrupted_and_suspended() -> Said:
     world.run(60)
     world.service = edited(world.service, suspend=False)
     world.run(60)
+    world.ask_for_deletion()
+    world.reconcile()
     return world.told, set(world.event_reasons())
 
 

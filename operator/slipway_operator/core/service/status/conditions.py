@@ -192,19 +192,6 @@ def _addresses(observed: Observed, gateway: str) -> tuple[Address, ...]:
     return through_gateway, Address(name="service", url=url)
 
 
-def deletion_status(observed: Observed, members: Sequence[Member]) -> InferenceServiceStatus:
-    """The status of a service that drains because it is being deleted: only the counts still move."""
-    return observed.service.status.model_copy(
-        update={
-            "replicas": len(members),
-            "ready_replicas": sum(member.is_ready for member in members),
-            "updated_replicas": 0,
-            "draining_replicas": sum(one.replica.state == names.STATE_DRAINING for one in members),
-            "desired_replicas": 0,
-        }
-    )
-
-
 # --- revisions --------------------------------------------------------------------------------------------------------
 
 
