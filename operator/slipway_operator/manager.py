@@ -35,7 +35,7 @@ from slipway_operator.controller.isolation import BackgroundCalls, FairSlots
 from slipway_operator.controller.kinds import Key, Kind
 from slipway_operator.controller.labels import LabelWriter
 from slipway_operator.controller.queue import QueueClosed, Urgency, WorkQueue
-from slipway_operator.controller.reconciler import Reconciler, Refused
+from slipway_operator.controller.reconciler import Reconciler
 from slipway_operator.controller.resync import Resync
 from slipway_operator.hub_reader import HubReader
 from slipway_operator.inputs.caches import Caches, Inputs, ReplicaTarget
@@ -387,8 +387,7 @@ class Manager:
             except Exception as exc:  # noqa: BLE001  one object must never stop the others
                 self._failed(key, exc)
             else:
-                if not outcome.is_holding:
-                    self._queue.forget(key)
+                self._queue.forget(key)
                 if outcome.requeue_after is not None:
                     self._queue.add_after(key, outcome.requeue_after)
             finally:
@@ -397,9 +396,7 @@ class Manager:
     def _failed(self, key: Key, exc: Exception) -> None:
         self._metrics.reconcile_errors.labels(type(exc).__name__).inc()
         seconds = self._queue.retry(key)
-        if isinstance(exc, Refused):
-            self._reconciler.hold_refused(key, seconds)
-        if isinstance(exc, Refused | StaleView | KubeError):
+        if isinstance(exc, StaleView | KubeError):
             log.warning("pass failed", object=str(key), error=str(exc), again_in_seconds=round(seconds, 1))
         else:
             log.error("pass failed, by our mistake", object=str(key), exc_info=exc, again_in_seconds=round(seconds, 1))

@@ -1,13 +1,16 @@
-"""Executes the actions of a plan, in its order, as writes to the API server and calls to replicas.
+"""Executes the actions of a plan, lane by lane, as writes to the API server and calls to replicas.
 
-The first refused action stops the list. Repeating a list, or being killed in it, does no harm: pods get names that one
-attempt uses, deleted by uid, and everything else is applied to an end state. Calls to replicas run in the background:
-a silent admin port must not hold a worker.
+The first refused action stops its lane of `core.lanes`, and no other; it is tried again after a pause of its own.
+Repeating a plan, or being killed in it, does no harm: pods get names that one attempt uses, deleted by uid, and
+everything else is applied to an end state. Calls to replicas run in the background: a silent admin port must not hold a
+worker.
 """
 
+import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from enum import Enum
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -17,18 +20,20 @@ import structlog
 
 from slipway_api.conditions import Reason
 from slipway_kube import resources
+from slipway_kube.backoff import exponential
 from slipway_kube.client import Client
-from slipway_kube.errors import AlreadyExists, Conflict, Invalid, NotFound, StatusError
+from slipway_kube.errors import AlreadyExists, Conflict, Invalid, KubeError, NotFound, StatusError, Unreachable
 from slipway_kube.objects import Object, Pod
 from slipway_kube.resources import Resource
 from slipway_kube.writer import Writer
 from slipway_operator.controller.children import Children
 from slipway_operator.controller.claimer import Claimer
 from slipway_operator.controller.isolation import BackgroundCalls
-from slipway_operator.controller.kinds import Key, Kind, Memory, StoredObject
+from slipway_operator.controller.kinds import Key, Kind, Memory, Refusal, StoredObject
 from slipway_operator.controller.pod_state import PodStates
 from slipway_operator.controller.store import ObjectStore
 from slipway_operator.core.actions import (
+    NO_ANSWER,
     Action,
     AddFinalizer,
     AnnotatePod,
@@ -47,7 +52,10 @@ from slipway_operator.core.actions import (
     RemoveFinalizer,
     ReturnPod,
     UndrainPod,
+    describe,
+    object_of,
 )
+from slipway_operator.core.lanes import in_order, lane_of, waits_for
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.replica_client import Address, ReplicaClient, ReplicaRefused, address_of
 from slipway_operator.smoke_client import SmokeTests
@@ -55,27 +63,36 @@ from slipway_operator.smoke_client import SmokeTests
 log = structlog.get_logger()
 
 ACTIONS_PER_PASS = 25  # then the other keys get their turn: a thousand pods are created in forty passes
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 60.0  # of a lane, after its action was refused
 
 
 class StaleView(Exception):  # noqa: N818  not an error: look again
     """An object changed after the plan had read it: read it again and plan again."""
 
 
-@dataclass(frozen=True, slots=True)
+class Result(Enum):
+    """The result of an action that was not refused."""
+
+    DONE = "done"
+    NOT_NEEDED = "not needed"
+    """The object is gone: nothing was carried out, and nothing is reported."""
+    NAME_TAKEN = "name taken"
+    """An object of another owner has the name: the next plan chooses another."""
+
+
+@dataclass(slots=True)
 class Execution:
-    """The result of executing a list of actions."""
+    """The result of executing the actions of a plan."""
 
-    done: tuple[Action, ...]
-    left: tuple[Action, ...] = ()
-    failure: Failure | None = None
-    """What the API server refused; None with something left: a name was taken, the plan has to choose another."""
-    is_holding: bool = False
-    """What is left begins with an action that was refused before and whose backoff has not passed."""
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether actions are left that the next pass may execute at once."""
-        return bool(self.left) and self.failure is None and not self.is_holding
+    done: list[Action] = field(default_factory=list)
+    """Carried out: their events may be posted."""
+    left: list[Action] = field(default_factory=list)
+    """Not tried, or refused."""
+    refused: list[Failure] = field(default_factory=list)
+    is_unfinished: bool = False
+    """Whether actions are left that the next pass may execute immediately."""
+    error: Exception | None = None
+    """Ended all lanes (no answer, not the leader), or one lane whose object has to be read again (StaleView)."""
 
 
 Perform = Callable[[Key, StoredObject, Any], Awaitable[None]]
@@ -102,6 +119,7 @@ class Executor:
         performers: Mapping[type, Perform] = MappingProxyType({}),
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         monotonic: Callable[[], float],
+        uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
         """`pod_of` finds a cached pod by namespace and name; `performers` execute further types of actions.
 
@@ -123,43 +141,111 @@ class Executor:
         self._states = PodStates(writer, pod_of)
         self._now = now
         self._monotonic = monotonic
+        self._uniform = uniform
 
     async def execute(self, key: Key, stored: StoredObject, actions: Sequence[Action], memory: Memory) -> Execution:
-        """Execute the actions in order. After StaleView, Unreachable or NotLeader no further action was tried."""
-        done: list[Action] = []
-        for position, action in enumerate(actions):
-            left = tuple(actions[position:])
-            if position == ACTIONS_PER_PASS:
-                return Execution(tuple(done), left)
-            refusal = memory.refusal
-            if refusal is not None and refusal.holds(_describe(action), stored.generation, self._monotonic()):
-                return Execution(tuple(done), left, is_holding=True)
+        """Execute the actions in the order of their lanes; remember in `memory` which lanes were stopped, and why."""
+        execution, stopped, tried = Execution(), set[str](), 0
+        unanswered = {lane for lane, one in memory.refusals.items() if one.failure.reason == NO_ANSWER}
+        for action in in_order(actions, last=unanswered):
+            lane = lane_of(action)
+            if lane in stopped or waits_for(action) & stopped or self._is_held(stored, action, memory):
+                stopped.add(lane)
+                execution.left.append(action)
+                continue
+            if tried == ACTIONS_PER_PASS or isinstance(execution.error, KubeError):
+                execution.is_unfinished = execution.error is None
+                stopped.add(lane)
+                execution.left.append(action)
+                continue
+            tried += 1
             try:
-                reached = await self._do(key, stored, action, memory)
-            except (NotFound, Conflict, Invalid) as exc:
-                if isinstance(action, AddFinalizer | RemoveFinalizer):
-                    raise StaleView(f"{key} changed before its finalizer could") from exc
-                return self._stopped(action, exc, done, left)
+                result = await self._do(key, stored, action, memory)
+            except StaleView as exc:
+                execution.error = execution.error or exc
+            except Unreachable as exc:
+                execution.error = exc
+                self._remember(key, stored, action, memory, NO_ANSWER, str(exc))
             except StatusError as exc:
-                return self._stopped(action, exc, done, left)
-            if not reached:
-                self._count(action, "name taken")
-                return Execution(tuple(done), left)
-            done.append(action)
-            self._count(action, "done")
-            # The decision is posted once, as an event; this line logs its single steps.
-            log.debug(type(action).__name__, object=str(key), about=_object_of(action), reason=action.reason)
-        return Execution(tuple(done))
+                if await self._is_stale(key, stored, action, exc):
+                    execution.error = execution.error or StaleView(f"{key} changed before its finalizer could")
+                else:
+                    reason = exc.reason or str(exc.status)
+                    execution.refused.append(self._remember(key, stored, action, memory, reason, exc.message))
+            except KubeError as exc:
+                execution.error = exc
+            else:
+                self._count(action, result.value)
+                execution.is_unfinished |= result is Result.NAME_TAKEN
+                if result is not Result.NAME_TAKEN:
+                    memory.refusals.pop(lane, None)
+                if result is Result.DONE:
+                    execution.done.append(action)
+                    # The decision is posted once, as an event; this line logs its single steps.
+                    log.debug(type(action).__name__, object=str(key), about=object_of(action), reason=action.reason)
+                if result is not Result.NAME_TAKEN:
+                    continue
+            stopped.add(lane)
+            execution.left.append(action)
+        planned = {lane_of(action) for action in actions}
+        for lane in set(memory.refusals) - planned:
+            del memory.refusals[lane]
+        return execution
 
-    async def _do(self, key: Key, stored: StoredObject, action: Action, memory: Memory) -> bool:
-        """Execute one action; False when an object of another owner has the name that it needs."""
+    def _is_held(self, stored: StoredObject, action: Action, memory: Memory) -> bool:
+        refusal = memory.refusals.get(lane_of(action))
+        return refusal is not None and refusal.holds(_identity(action), stored.generation, self._monotonic())
+
+    def _remember(
+        self, key: Key, stored: StoredObject, action: Action, memory: Memory, reason: str, message: str
+    ) -> Failure:
+        """Remember what stopped the lane, and until when its action rests: 0.5, 1, 2 … 60 s, with jitter.
+
+        A lane whose write got no answer does not rest. It comes last in the next pass, so the others get their turn.
+        """
+        lane, before = lane_of(action), memory.refusals.get(lane_of(action))
+        is_again = before is not None and before.generation == stored.generation
+        times = before.times + 1 if before is not None and is_again else 1
+        most = exponential(times - 1, first=FIRST_PAUSE_SECONDS, cap=LONGEST_PAUSE_SECONDS)
+        pause = 0.0 if reason == NO_ANSWER else self._uniform(most / 2, most)
+        failure = Failure(action=describe(action), reason=reason, message=message, at=self._now())
+        memory.refusals[lane] = Refusal(failure, _identity(action), stored.generation, times, self._monotonic() + pause)
+        self._count(action, "no answer" if reason == NO_ANSWER else "refused")
+        if reason != NO_ANSWER:
+            self._metrics.reconcile_errors.labels("Refused").inc()
+            log.warning(
+                "refused",
+                object=str(key),
+                action=failure.action,
+                error=f"{reason}: {message}",
+                again_in_seconds=round(pause, 1),
+            )
+        return failure
+
+    async def _is_stale(self, key: Key, stored: StoredObject, action: Action, exc: StatusError) -> bool:
+        """Whether a patch of finalizers failed because the object changed after the plan had read it.
+
+        A failed `test` and an admission plugin that refuses have the same status.
+        """
+        if not isinstance(action, AddFinalizer | RemoveFinalizer) or not isinstance(exc, NotFound | Conflict | Invalid):
+            return False
+        try:
+            raw = await self._client.get(self._kinds[key.kind].resource.path(key.namespace, key.name))
+        except KubeError:
+            return True
+        metadata = msgspec.json.decode(raw)["metadata"]
+        seen = stored.body["metadata"]
+        return (metadata["uid"], metadata["resourceVersion"]) != (stored.uid, seen["resourceVersion"])
+
+    async def _do(self, key: Key, stored: StoredObject, action: Action, memory: Memory) -> Result:
+        """Execute one action. Raises StatusError if it is refused."""
         match action:
             case AddFinalizer(finalizer=finalizer):
                 await self._set_finalizers(key, stored, add=finalizer)
             case RemoveFinalizer(finalizer=finalizer):
                 await self._set_finalizers(key, stored, remove=finalizer)
             case CreatePod():
-                return await self._create(key, stored, action, memory)
+                return _if_free(await self._create(key, stored, action, memory))
             case DrainPod():
                 if not action.marked:
                     await self._states.mark_draining(
@@ -179,9 +265,9 @@ class Executor:
                     owner=key,
                 )
             case AnnotatePod():
-                await self._annotate(key, action)
+                return await self._annotate(key, action)
             case ClaimPod():
-                return await self._claims.claim(key, stored, action, memory)
+                return _if_free(await self._claims.claim(key, stored, action, memory))
             case ReturnPod():
                 if not await self._claims.give_back(key, stored, action):
                     raise StaleView(f"{action.name} changed before it could return to its pool")
@@ -206,15 +292,17 @@ class Executor:
                 )
             case _:
                 await self._performers[type(action)](key, stored, action)
-        return True
+        return Result.DONE
 
-    async def _annotate(self, key: Key, action: AnnotatePod) -> None:
+    async def _annotate(self, key: Key, action: AnnotatePod) -> Result:
         """Merge annotations into a pod. With its uid in the body, another pod of that name is left alone."""
         body = {"metadata": {"uid": action.uid, "annotations": action.annotations}}
         try:
             await self._writer.merge_patch(resources.PODS, key.namespace, action.name, body)
         except (NotFound, Conflict):
             log.info("nothing left to annotate", object=str(key), pod=action.name)
+            return Result.NOT_NEEDED
+        return Result.DONE
 
     async def _set_finalizers(
         self, key: Key, stored: StoredObject, *, add: str | None = None, remove: str | None = None
@@ -314,41 +402,14 @@ class Executor:
             raise ReplicaRefused(200, f"{action.name} drains although it was asked to serve again")
         await self._states.mark_serving(key, action.name, action.uid)
 
-    def _stopped(self, action: Action, exc: StatusError, done: list[Action], left: tuple[Action, ...]) -> Execution:
-        self._count(action, "refused")
-        failure = Failure(
-            action=_describe(action), reason=exc.reason or str(exc.status), message=exc.message, at=self._now()
-        )
-        return Execution(tuple(done), left, failure)
-
     def _count(self, action: Action, outcome: str) -> None:
         self._metrics.actions.labels(type(action).__name__, outcome).inc()
 
 
-def _describe(action: Action) -> str:
-    """`CreatePod chat-x7k2p-0-0`"""
-    return f"{type(action).__name__} {_object_of(action)}".rstrip()
+def _if_free(is_free: bool) -> Result:
+    return Result.DONE if is_free else Result.NAME_TAKEN
 
 
-def _object_of(action: Action) -> str:
-    """The name of the object that the action is about."""
-    match action:
-        case (
-            CreatePod()
-            | ClaimPod()
-            | ReturnPod()
-            | GiveModelBack()
-            | LoadModel()
-            | DrainPod()
-            | UndrainPod()
-            | DeletePod()
-            | AnnotatePod()
-            | CreateRevision()
-            | DeleteRevision()
-            | AskSmokeTests()
-        ):
-            return action.name
-        case ApplyChild() | DeleteChild():
-            return action.key
-        case _:
-            return getattr(action, "name", "")
+def _identity(action: Action) -> str:
+    """The action, with the digest of its manifest if it has one: another manifest is not held back."""
+    return f"{describe(action)} {getattr(action, 'digest', '')}".rstrip()

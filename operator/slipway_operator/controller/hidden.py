@@ -46,9 +46,11 @@ class HiddenObjects:
         log.warning("released without a drain", object=str(key), reason=reason)
         action = RemoveFinalizer(finalizer=names.FINALIZER, reason=reason)
         execution = await self._executor.execute(key, stored, (action,), Memory())
-        if execution.failure is None:
+        if execution.error is not None:
+            raise execution.error
+        if not execution.refused:
             return Outcome()
-        log.warning("cannot remove the finalizer", object=str(key), error=execution.failure.message)
+        log.warning("cannot remove the finalizer", object=str(key), error=execution.refused[0].message)
         return Outcome(LOOK_AGAIN_SECONDS)
 
     async def _is_being_deleted(self, namespace: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from slipway_api.moments import read_moment
 from slipway_kube.resources import Resource
-from slipway_operator.core.actions import Action, Event, Failure, SmokeResult
+from slipway_operator.core.actions import NO_ANSWER, Action, Event, Failure, SmokeResult
 
 
 class Key(NamedTuple):
@@ -68,22 +68,25 @@ class Memory:
     """Uids of pods of a WarmPool whose claim failed: another service has them, or they are going."""
     applied: dict[str, str] = field(default_factory=dict)
     """Digest of each child as last applied; the resync empties it, so that the next pass corrects drift."""
-    failures: tuple[Failure, ...] = ()
-    """The action that the API server refused in the last pass that tried it."""
     smoke_results: dict[str, SmokeResult] = field(default_factory=dict)
     """Results of smoke tests by uid of the pod that was asked."""
-    refusal: "Refusal | None" = None
-    """The action that was refused last, until it succeeds."""
-    unanswered: int = 0
-    """Passes in a row that ended because a write got no answer."""
+    refusals: dict[str, "Refusal"] = field(default_factory=dict)
+    """By lane of `core.lanes`: the action that stopped it last, until it succeeds or is not planned any more."""
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """The refusals for the status. One write without an answer may be a coincidence; the second one counts."""
+        return tuple(one.failure for one in self.refusals.values() if one.failure.reason != NO_ANSWER or one.times > 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An action that the API server refused: it is not tried again before `retry_at`, unless the spec changes."""
+    """An action that stopped its lane: it is not tried again before `retry_at`, unless the spec changes."""
 
-    action: str
+    failure: Failure
+    action: str  # the action, with the digest of its manifest if it has one
     generation: int
+    times: int  # in a row
     retry_at: float  # by the monotonic clock
 
     def holds(self, action: str, generation: int, now: float) -> bool:
@@ -93,14 +96,15 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The result of planning one object, in this order: actions (the first refusal stops the list), status, events."""
+    """The result of planning one object: actions, which have their own events, status, and events of decisions."""
 
     actions: tuple[Action, ...] = ()
     status: Mapping[str, Any] | None = None
     """The whole status; None: write none (the object is deleted)."""
     status_before: Mapping[str, Any] | None = None
     """The present status, encoded in the same way: an equal one is not written again."""
-    events: tuple[Event, ...] = ()
+    notes: tuple[Event, ...] = ()
+    """Events of decisions, posted after the status write."""
     pod_uids: Mapping[str, str] = field(default_factory=dict)
     """By name, for events that are about one pod."""
     requeue_after: float | None = None

@@ -5,9 +5,9 @@ from the beginning.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -22,25 +22,14 @@ from slipway_kube.recorder import reference
 from slipway_kube.writer import Writer
 from slipway_operator.controller.executor import Executor, StaleView
 from slipway_operator.controller.internal_error import internal_error_status
-from slipway_operator.controller.kinds import Decision, Key, Kind, Memory, Refusal, StoredObject
+from slipway_operator.controller.kinds import Decision, Key, Kind, Memory, StoredObject
 from slipway_operator.controller.store import ObjectStore
-from slipway_operator.core.actions import (
-    NO_ANSWER,
-    Action,
-    ClaimPod,
-    CreatePod,
-    DeletePod,
-    DrainPod,
-    Failure,
-    RestoreLabels,
-    ReturnPod,
-)
+from slipway_operator.core.actions import Event, events_of
 from slipway_operator.metrics import OperatorMetrics
 
 log = structlog.get_logger()
 
 PENDING_RECHECK_SECONDS = 5.0
-_ABOUT_PODS = (CreatePod, ClaimPod, ReturnPod, DrainPod, DeletePod, RestoreLabels)
 
 
 class Events(Protocol):
@@ -59,18 +48,12 @@ class Events(Protocol):
         """Post an event about `regarding`."""
 
 
-class Refused(Exception):  # noqa: N818  reads as a fact where it is raised
-    """The API server refused an action; the status says so, and the action is tried again after a backoff."""
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The result of a pass that did not fail."""
 
     requeue_after: float | None = None
     """Seconds until time alone calls for the next pass; None: not before a change."""
-    is_holding: bool = False
-    """A refused action waits for its backoff: the pass did the rest, and its failures count on."""
 
 
 class Reconciler:
@@ -105,16 +88,11 @@ class Reconciler:
         if key in self._memories:
             self._memories[key].applied.clear()
 
-    def hold_refused(self, key: Key, seconds: float) -> None:
-        """Do not try the refused action again before so many seconds have passed."""
-        memory = self._memories[key]
-        if memory.refusal is not None:
-            memory.refusal = replace(memory.refusal, retry_at=self._monotonic() + seconds)
-
     async def reconcile(self, key: Key) -> Outcome:
         """Make one pass.
 
-        Raises Refused when an action was refused, StaleView when an object had changed meanwhile, KubeError otherwise.
+        A refused action ends only its lane: the pass succeeds, and the next one is due when the lane may be tried
+        again. Raises StaleView if an object had changed since it was read, KubeError otherwise.
         """
         stored = self._stores[key.kind].get(key) or await self._read(key)
         if stored is None:
@@ -129,7 +107,7 @@ class Reconciler:
             # The watch may have missed events, even a deletion: read the object before the next try.
             await self._read(key, instead_of=stored)
             raise
-        except (Refused, KubeError):
+        except KubeError:
             raise
         except Exception as exc:
             await self._note_internal_error(key, exc)
@@ -137,54 +115,30 @@ class Reconciler:
 
     async def _run_pass(self, key: Key, stored: StoredObject) -> Outcome:
         kind, memory = self._kinds[key.kind], self._memories[key]
-        names_before, failures_before = (memory.taken_names, memory.lost_claims), memory.failures
-        observed = kind.observe(key, stored, memory)
-        decision = kind.plan(observed, self._now())
-        try:
-            execution = await self._executor.execute(key, stored, decision.actions, memory)
-        except Unreachable as exc:
-            await self._note_no_answer(key, stored, observed, memory, exc)
-            raise
-
-        memory.unanswered = 0
-        if not execution.is_holding:
-            memory.failures = (execution.failure,) if execution.failure is not None else ()
-            # It holds nothing yet: `hold_refused` says until when, unless the rest of this pass fails otherwise.
-            memory.refusal = (
-                Refusal(execution.failure.action, stored.generation, self._monotonic()) if execution.failure else None
-            )
-        requeue_after = 0.0 if execution.is_unfinished else decision.requeue_after
-        if (memory.failures, (memory.taken_names, memory.lost_claims)) != (failures_before, names_before):
-            # The server's refusal belongs in the status of this pass.
-            decision = kind.plan(kind.with_memory(observed, memory), self._now())
-            requeue_after = 0.0 if execution.failure is None else decision.requeue_after
-        if decision.status is not None:
-            await self._write_status(key, stored, decision)
-        self._record(key, stored, decision, left=execution.left)
-        memory.carried = decision.carried  # only now: a pass that fails earlier has posted no event
-        if execution.failure is not None:
-            raise Refused(f"{execution.failure.action}: {execution.failure.reason}: {execution.failure.message}")
-        if execution.is_holding and memory.refusal is not None:
-            wait = max(0.0, memory.refusal.retry_at - self._monotonic())
-            return Outcome(wait if requeue_after is None else min(wait, requeue_after or wait), is_holding=True)
-        return Outcome(requeue_after)
-
-    async def _note_no_answer(
-        self, key: Key, stored: StoredObject, observed: Any, memory: Memory, exc: Unreachable
-    ) -> None:
-        """Write into the status that a write got no answer, if that happens twice in a row: one may be a coincidence.
-
-        If the API server does not answer at all, this fails too, and the log has it.
-        """
-        memory.unanswered += 1
-        if memory.unanswered < 2:
-            return
-        kind = self._kinds[key.kind]
-        memory.failures = (Failure(action="", reason=NO_ANSWER, message=str(exc), at=self._now()),)
-        decision = kind.plan(kind.with_memory(observed, memory), self._now())
-        if decision.status is not None:
+        before = _for_next_plan(memory)
+        decision = kind.plan(kind.observe(key, stored, memory), self._now())
+        execution = await self._executor.execute(key, stored, decision.actions, memory)
+        self._record(key, stored, decision, events_of(execution.done))
+        if isinstance(execution.error, Unreachable):
+            # Perhaps only this write gets no answer, and the status can be written.
             with suppress(KubeError, StaleView):
                 await self._write_status(key, stored, decision)
+        if execution.error is not None and not isinstance(execution.error, StaleView):
+            raise execution.error
+        await self._write_status(key, stored, decision)
+        self._record(key, stored, decision, decision.notes)
+        memory.carried = decision.carried  # only now: a pass that fails earlier has posted no event
+        if execution.error is not None:
+            raise execution.error
+        if execution.is_unfinished or _for_next_plan(memory) != before:
+            return Outcome(0.0)  # the next plan reports the refusals, and chooses other names
+        return Outcome(self._earlier(decision.requeue_after, memory))
+
+    def _earlier(self, requeue_after: float | None, memory: Memory) -> float | None:
+        """Seconds until the next pass: as planned, or when the first stopped lane may be tried again."""
+        now = self._monotonic()
+        moments = [max(0.0, one.retry_at - now) for one in memory.refusals.values()]
+        return min((one for one in (requeue_after, *moments) if one is not None), default=None)
 
     async def _note_internal_error(self, key: Key, error: Exception) -> None:
         """Write into the status that a pass failed by a fault of ours: the last one may say that all is well."""
@@ -216,7 +170,9 @@ class Reconciler:
         return store.get(key)
 
     async def _write_status(self, key: Key, stored: StoredObject, decision: Decision) -> None:
-        """One server-side apply of the whole status, skipped when it equals the present one."""
+        """One server-side apply of the whole status, skipped if there is none, or it equals the present one."""
+        if decision.status is None:
+            return
         # The uid keeps this status from being written to a new object of the same name.
         identity: dict[str, Any] = {"metadata": {"name": key.name, "namespace": key.namespace, "uid": stored.uid}}
         before = None if decision.status_before is None else {**identity, "status": dict(decision.status_before)}
@@ -225,7 +181,7 @@ class Reconciler:
                 self._kinds[key.kind].resource,
                 key.namespace,
                 key.name,
-                {**identity, "status": dict(decision.status or {})},
+                {**identity, "status": dict(decision.status)},
                 field_manager=names.FIELD_MANAGER,
                 last=before,
                 subresource="status",
@@ -235,14 +191,11 @@ class Reconciler:
         if reply is not None:
             self._stores[key.kind].update(msgspec.json.decode(reply))  # so that the next pass reads its own write
 
-    def _record(self, key: Key, stored: StoredObject, decision: Decision, *, left: tuple[Action, ...]) -> None:
-        """Post the events, except those of actions that were not executed."""
-        undone = {action.name for action in left if isinstance(action, _ABOUT_PODS)}
+    def _record(self, key: Key, stored: StoredObject, decision: Decision, events: Iterable[Event]) -> None:
+        """Post events."""
         api_version = self._kinds[key.kind].resource.api_version
         regarding = reference(api_version, key.kind, key.namespace, key.name, stored.uid)
-        for event in decision.events:
-            if event.pod and event.pod in undone:
-                continue
+        for event in events:
             self._metrics.decisions.labels(event.reason).inc()
             log.info(event.message, object=str(key), decision=event.reason, pod=event.pod or None)
             self._events.record(
@@ -255,3 +208,9 @@ class Reconciler:
                 if event.pod
                 else None,
             )
+
+
+def _for_next_plan(memory: Memory) -> tuple[Any, ...]:
+    """The results of an execution that change the next plan, without the time of a refusal."""
+    failures = [(one.action, one.reason, one.message) for one in memory.failures]
+    return memory.taken_names, memory.lost_claims, sorted(failures)

@@ -62,9 +62,14 @@ def restore_labels(
             continue
         noun = "label" if len(edited) == 1 else "labels"
         message = f"restored the {noun} {', '.join(map(str, edited))} of {kind} {one.name}"
-        action = RestoreLabels(
-            kind=kind, name=one.name, uid=one.uid, labels={label.label: label.right for label in edited}, reason=message
-        )
         event = Event(reason=reason, action="Restore", message=message, pod=one.name if kind == "Pod" else "")
-        steps += Steps(actions=(action,), events=(event,))
+        action = RestoreLabels(
+            kind=kind,
+            name=one.name,
+            uid=one.uid,
+            labels={label.label: label.right for label in edited},
+            reason=message,
+            events=(event,),
+        )
+        steps += Steps(actions=(action,))
     return steps

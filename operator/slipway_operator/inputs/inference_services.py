@@ -166,7 +166,7 @@ class InferenceServices:
             actions=decided.actions,
             status=decided.status.to_json() if decided.status is not None else None,
             status_before=service.status.to_json() if service.status is not None else None,
-            events=decided.events,
+            notes=decided.notes,
             pod_uids={one.name: one.uid for one in observed.replicas},
             requeue_after=decided.requeue_after,
             carried=Carried(

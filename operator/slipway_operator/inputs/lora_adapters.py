@@ -151,7 +151,7 @@ class LoRAAdapters:
             actions=decided.actions,
             status=decided.status.to_json() if decided.status is not None else None,
             status_before=observed.adapter.status.to_json(),
-            events=decided.events,
+            notes=decided.notes,
             pod_uids={one.name: one.uid for one in observed.pods},
             requeue_after=decided.requeue_after,
             carried=Carried(

@@ -110,7 +110,7 @@ class WarmPools:
             actions=decided.actions,
             status=decided.status.to_json() if decided.status is not None else None,
             status_before=observed.pool.status.to_json(),
-            events=decided.events,
+            notes=decided.notes,
             pod_uids={pod.name: pod.replica.uid for pod in observed.pods},
             requeue_after=decided.requeue_after,
             carried=decided.booted,

@@ -5,9 +5,11 @@ Each is safe to repeat. They are executed in the background: their results are p
 
 from dataclasses import dataclass
 
+from slipway_operator.core.actions import Action
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaCall:
+class ReplicaCall(Action):
     """A call about one replica of a service."""
 
     name: str
@@ -16,7 +18,6 @@ class ReplicaCall:
     service: str
     owner_uid: str
     """uid of the service: a pod that it does not control gets no call."""
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

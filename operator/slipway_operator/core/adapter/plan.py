@@ -12,7 +12,7 @@ from typing import Final
 from slipway_api import names
 from slipway_api.adapter_conditions import AdapterEvent
 from slipway_api.lora_adapter import AdapterPodStatus, LoRAAdapterStatus, PlacementMode, PodState
-from slipway_operator.core.actions import Action, AddFinalizer, Event, RemoveFinalizer, earliest
+from slipway_operator.core.actions import Action, AddFinalizer, Event, RemoveFinalizer, earliest, events_of
 from slipway_operator.core.adapter import on_demand, placement
 from slipway_operator.core.adapter.calls import UnrouteAdapter
 from slipway_operator.core.adapter.observed import AdapterObserved
@@ -38,12 +38,17 @@ class AdapterPlan:
 
     actions: tuple[Action, ...] = ()
     status: LoRAAdapterStatus | None  # None: write none
-    events: tuple[Event, ...] = ()
+    notes: tuple[Event, ...] = ()  # events of decisions; those of actions belong to the actions
     requeue_after: float | None = None
     entries: Mapping[str, AdapterPodStatus] = field(default_factory=dict)
     counted: Mapping[str, datetime] = field(default_factory=dict)
     unrouted: Mapping[str, datetime] = field(default_factory=dict)
     written_at: datetime | None = None
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """All events, if all actions are carried out."""
+        return (*events_of(self.actions), *self.notes)
 
 
 def plan(observed: AdapterObserved, now: datetime) -> AdapterPlan:
@@ -56,7 +61,7 @@ def plan(observed: AdapterObserved, now: datetime) -> AdapterPlan:
         claim = AddFinalizer(finalizer=names.FINALIZER, reason="its replicas drop it before it goes")
         refused = unclaimed_status(observed, now)
         events = tuple(stalled_events(observed, refused)) if refused is not None else ()
-        return AdapterPlan(actions=(claim,), status=refused, events=events, requeue_after=0.0)
+        return AdapterPlan(actions=(claim,), status=refused, notes=events, requeue_after=0.0)
 
     may_load = observed.base is not None and observed.base.has_room and observed.rival is None
     entries = _entries(observed)
@@ -72,7 +77,7 @@ def plan(observed: AdapterObserved, now: datetime) -> AdapterPlan:
 
     newest = build_status(observed, wanted, now)
     status = _slowly(observed, newest, now)
-    calls = [step.call for step in (*wanted, *leaving) if step.call is not None]
+    calls = [*(one.call for one in wanted if one.call is not None), *_unloads(choice, leaving)]
     moments = [*(step.again_at for step in (*wanted, *leaving)), choice.again_at]
     if observed.base is None and (missing_at := base_is_missing_at(adapter)) > now:
         moments.append(missing_at)
@@ -83,7 +88,7 @@ def plan(observed: AdapterObserved, now: datetime) -> AdapterPlan:
     return AdapterPlan(
         actions=tuple(calls[:CALLS_PER_PASS]),
         status=status,
-        events=(*find_events(observed, status, wanted, _newly_failed(observed)), *_evictions(choice, leaving)),
+        notes=tuple(find_events(observed, status, wanted, _newly_failed(observed))),
         requeue_after=_seconds_until(earliest(*moments), now),
         entries={one.pod.name: one.entry for one in wanted},
         counted={pod.uid: pod.outcome.at for pod in observed.pods if pod.outcome},
@@ -108,15 +113,19 @@ def _with_newer_list(observed: AdapterObserved, step: Step, choice: OnDemandChoi
     return replace(step, call=asked.call, again_at=asked.again_at)
 
 
-def _evictions(choice: OnDemandChoice, leaving: Sequence[Step]) -> list[Event]:
-    """An event for each replica that begins to drop the adapter to make room."""
-    return [
-        Event(
-            reason=AdapterEvent.ADAPTER_EVICTED, action="Evict", message=choice.evicted[one.pod.uid], pod=one.pod.name
-        )
-        for one in leaving
-        if choice.evicted.get(one.pod.uid) and isinstance(one.call, UnrouteAdapter)
-    ]
+def _unloads(choice: OnDemandChoice, leaving: Sequence[Step]) -> list[Action]:
+    """The calls that drop the adapter; the first one to each replica that makes room has an event."""
+    calls: list[Action] = []
+    for step in leaving:
+        if step.call is None:
+            continue
+        message = choice.evicted.get(step.pod.uid)
+        if not message or not isinstance(step.call, UnrouteAdapter):
+            calls.append(step.call)
+            continue
+        event = Event(reason=AdapterEvent.ADAPTER_EVICTED, action="Evict", message=message, pod=step.pod.name)
+        calls.append(replace(step.call, events=(event,)))
+    return calls
 
 
 def _leave_all(observed: AdapterObserved, now: datetime) -> AdapterPlan:
@@ -136,9 +145,9 @@ def _leave_all(observed: AdapterObserved, now: datetime) -> AdapterPlan:
         message = f"{adapter.adapter_name} is unloaded from {dropped}"
         if skipped:
             message += f"; {count(len(skipped), 'replica')} did not answer in time, skipped: {', '.join(skipped[:5])}"
-        release = RemoveFinalizer(finalizer=names.FINALIZER, reason=message)
         gone = Event(reason=AdapterEvent.ADAPTER_UNLOADED, action="Unload", message=message)
-        return AdapterPlan(actions=(release,), status=None, events=(gone,))
+        release = RemoveFinalizer(finalizer=names.FINALIZER, reason=message, events=(gone,))
+        return AdapterPlan(actions=(release,), status=None)
     calls = [one.call for one in steps if one.call is not None]
     ends = [adapter.metadata.deletion_timestamp + limit for limit in (UNREACHABLE_FOR, longest)]
     moments = [*(one.again_at for one in steps), *(end for end in ends if end > now)]

@@ -41,7 +41,6 @@ def children(
         manifests.append(disruption_budget(service, 0 if allows_evictions else desired))
     elif applied.get(key := f"PodDisruptionBudget/{service.metadata.name}") != ABSENT:
         removed = (DeleteChild(key=key, name=service.metadata.name, reason="podDisruptionBudget is None"),)
-    # The Service comes last: another owner may have its name, and a refusal ends the pass.
     manifests.append(kube_service(service))
     wanted = [_child(manifest) for manifest in manifests]
     return (*removed, *(child for child in wanted if applied.get(child.key) != child.digest))

@@ -27,6 +27,7 @@ from slipway_operator.core.actions import (
     RemoveFinalizer,
     Steps,
     earliest,
+    events_of,
 )
 from slipway_operator.core.health import GONE_AFTER, Limits, Member, Stage, judge, next_change
 from slipway_operator.core.observed import Observed, PastRecommendation, ScalingMemory
@@ -69,16 +70,21 @@ NEXT_VICTIM_AFTER: Final = timedelta(seconds=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The result of planning, in this order: actions (the first failure stops the list), status, events."""
+    """The result of planning: actions, status, and events."""
 
     actions: tuple[Action, ...] = ()
     status: InferenceServiceStatus | None  # the whole status; None: write none (the service is deleted)
-    events: tuple[Event, ...] = ()
+    notes: tuple[Event, ...] = ()  # events of decisions; those of actions belong to the actions
     requeue_after: float | None = None  # seconds until something changes by time alone; None: sleep until woken
     recommendations: tuple[PastRecommendation, ...] = ()  # input of the next pass
     scaling_memory: ScalingMemory = field(default_factory=ScalingMemory)  # input of the next pass
     ready: frozenset[str] | None = None  # input of the next pass; None: not compared in this pass
     accounting: Accounting = NOT_ACCOUNTED  # its memory is input of the next pass
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """All events, if all actions are carried out."""
+        return (*events_of(self.actions), *self.notes)
 
 
 def plan(observed: Observed, now: datetime) -> Plan:
@@ -143,8 +149,6 @@ def plan(observed: Observed, now: datetime) -> Plan:
     if may_act:
         steps += Steps(actions=rolling.actions)
     steps += load_claimed(observed, members, records.readable, now)
-    steps += Steps(events=wait_events(service.status, decided.pool_wait))
-    # After what is urgent, and before the children: a name that is taken there must not keep it from being stored.
     steps += Steps(actions=create_revision(service, revision, observed.revisions))
     steps += Steps(
         actions=children(
@@ -152,7 +156,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
             desired=desired,
             applied=observed.applied,
             network=observed.defaults.network,
-            allows_evictions=disruption.allows_evictions(members, observed.nodes),
+            allows_evictions=disruption.allows_evictions(members, service, observed.nodes, now),
             adapters=observed.adapters,
         )
     )
@@ -160,15 +164,16 @@ def plan(observed: Observed, now: datetime) -> Plan:
     if may_act:
         populated = {one.replica.revision for one in members}
         steps += Steps(actions=delete_revisions(service, observed.revisions, populated=populated))
-    steps += cache.steps  # last: a refused pod that pulls must keep nothing else from being done
+    steps += cache.steps
 
     status = build_status(observed, decided, now)
     must_act_again = not may_act or decided.must_record or _has_advanced(service, status)
     return Plan(
         actions=steps.actions,
         status=status,
-        events=(
-            *steps.events,
+        notes=(
+            *wait_events(service.status, decided.pool_wait),
+            *cache.events,
             *decided.assignment_events,
             *rolling.progress.events,
             *find_events(observed, status, decided),
@@ -310,7 +315,7 @@ def _add_finalizer(service: InferenceService) -> Steps:
 
 
 def _remove(observed: Observed, decided: Decided, now: datetime, *, may_begin: bool) -> Steps:
-    """Drain and delete before anything is created: a removed replica may free the GPU for a new one."""
+    """Drain and delete replicas; those that are end with their nodes."""
     target = decided.target
     assigned = {target.revision.hash, *((target.stable.hash,) if target.stable else ())}
     leaving = dict[str, tuple[Member, str]]()
@@ -395,8 +400,8 @@ def _create_of(observed: Observed, revision: Revision, assignment: Assignment, w
         )
         place = f"slot {creation.slot} of {wanted}, revision {revision.hash}"
         reason = f"created replica {name} ({place}){f': {creation.reason}' if creation.reason else ''}"
-        create = CreatePod(name=name, manifest=manifest, reason=reason)
-        steps += claims.start_replica(service, revision, creation, create, _created(name, reason))
+        create = CreatePod(name=name, manifest=manifest, reason=reason, events=(_created(name, reason),))
+        steps += claims.start_replica(service, revision, creation, create)
     return steps
 
 
@@ -426,7 +431,6 @@ def _drain_all(observed: Observed, members: tuple[Member, ...], restored: Steps,
     return Plan(
         actions=steps.actions,
         status=deletion_status(observed, members, now),
-        events=steps.events,
         requeue_after=_seconds_until(earliest(steps.again_at, *ends), now),
     )
 
@@ -437,7 +441,7 @@ def _leave_alone(observed: Observed, members: tuple[Member, ...], restored: Step
     return Plan(
         actions=restored.actions,
         status=status,
-        events=(*restored.events, *find_warnings(observed.service.status, status)),
+        notes=tuple(find_warnings(observed.service.status, status)),
         requeue_after=_seconds_until(restored.again_at, now),
     )
 

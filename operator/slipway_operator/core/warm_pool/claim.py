@@ -13,6 +13,7 @@ race excludes that pod from the next pass.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
@@ -45,12 +46,12 @@ class Claims:
         self._free: dict[str, WarmPod] = {pod.uid: pod for pod in sorted(usable, key=_warmest_first)}
 
     def start_replica(
-        self, service: InferenceService, revision: Revision, creation: Creation, create: CreatePod, event: Event
+        self, service: InferenceService, revision: Revision, creation: Creation, create: CreatePod
     ) -> Steps:
-        """Claim a pod for this slot, or create one, or wait; `create` and `event` are those of a cold start."""
+        """Claim a pod for this slot, or create one, or wait; `create` is a cold start."""
         wanted = service.spec.warm_pool
         if wanted is None:
-            return Steps(actions=(create,), events=(event,))
+            return Steps(actions=(create,))
         pod = self.take(service, revision)
         if pod is not None:
             return self._claim(service, revision, creation, pod)
@@ -61,8 +62,7 @@ class Claims:
         marked = create.manifest | {"metadata": missed | {"annotations": annotations}}
         why = f"{describe_shortage(self._observed, service, revision, self._now)}; {create.name} is started cold"
         miss = Event(reason=EventReason.WARM_POOL_MISS, action="Claim", message=why, pod=create.name)
-        cold = CreatePod(name=create.name, manifest=marked, reason=create.reason)
-        return Steps(actions=(cold,), events=(event, miss))
+        return Steps(actions=(replace(create, manifest=marked, events=(*create.events, miss)),))
 
     def take(self, service: InferenceService, revision: Revision) -> WarmPod | None:
         """A pod that fits; nobody else gets it in this pass."""
@@ -89,6 +89,7 @@ class Claims:
             key: text for key, text in metadata["annotations"].items() if key != names.ANNOTATION_ADMIN_NONCE
         }
         reason = f"claimed {pod.name} of WarmPool {supply.pool} as the replica of slot {creation.slot}"
+        event = Event(reason=EventReason.WARM_POD_CLAIMED, action="Claim", message=reason, pod=pod.name)
         action = ClaimPod(
             name=pod.name,
             uid=pod.uid,
@@ -98,9 +99,9 @@ class Claims:
             annotations=annotations | {names.ANNOTATION_CLAIMED_AT: self._now.isoformat()},
             request=load_request(service, revision, required or known),
             reason=reason,
+            events=(event,),
         )
-        event = Event(reason=EventReason.WARM_POD_CLAIMED, action="Claim", message=reason, pod=pod.name)
-        return Steps(actions=(action,), events=(event,), again_at=self._now + ASK_AGAIN)
+        return Steps(actions=(action,), again_at=self._now + ASK_AGAIN)
 
 
 def _warmest_first(pod: WarmPod) -> tuple[bool, str]:

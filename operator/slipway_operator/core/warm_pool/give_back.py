@@ -17,6 +17,7 @@ where it is of use, and nothing is known against it; else it is deleted as any r
 | was claimed less than recycleAfterClaims      |                                                |
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
@@ -24,7 +25,7 @@ from typing import Final
 from slipway_api import names
 from slipway_api.conditions import EventReason
 from slipway_api.warm_pool import WarmPool
-from slipway_operator.core.actions import DeletePod, ReturnPod, Steps
+from slipway_operator.core.actions import DeletePod, Event, ReturnPod, Steps
 from slipway_operator.core.health import is_cordoned, is_lost
 from slipway_operator.core.observed import Observed, Replica
 from slipway_operator.core.service.replicas.assign import SCALING_DOWN
@@ -55,13 +56,11 @@ class Returns:
         if not has_drained or self._pool is None or not self._may_return(replica, self._pool):
             return steps
         self._room -= 1
-        action = self._return(replica, self._pool)
-        actions = tuple(action if isinstance(one, DeletePod) else one for one in steps.actions)
-        events = tuple(
-            replace(event, action="Return", message=f"{event.message}; it returns to WarmPool {replica.pool}")
-            for event in steps.events
+        actions = tuple(
+            self._return(replica, self._pool, one.events) if isinstance(one, DeletePod) else one
+            for one in steps.actions
         )
-        return Steps(actions=actions, events=events, again_at=steps.again_at)
+        return Steps(actions=actions, again_at=steps.again_at)
 
     def _may_return(self, replica: Replica, pool: WarmPool) -> bool:
         spec, observed = pool.spec, self._observed
@@ -77,7 +76,7 @@ class Returns:
             return False
         return not differing_parts(replica.warm_shape, shape_of_pool(pool, observed.defaults.runtime_image))
 
-    def _return(self, replica: Replica, pool: WarmPool) -> ReturnPod:
+    def _return(self, replica: Replica, pool: WarmPool, events: Sequence[Event]) -> ReturnPod:
         metadata = waiting_metadata(pool)
         template = self._observed.service.spec.template.metadata
         return ReturnPod(
@@ -92,4 +91,8 @@ class Returns:
             },
             dropped=frozenset({*template.labels, *template.annotations}),
             reason=f"{replica.name} has drained, and waits in WarmPool {pool.metadata.name} again",
+            events=tuple(
+                replace(event, action="Return", message=f"{event.message}; it returns to WarmPool {replica.pool}")
+                for event in events
+            ),
         )

@@ -17,7 +17,7 @@ from slipway_api import names
 from slipway_api.warm_pool import WarmPoolStatus
 from slipway_api.warm_pool_conditions import PoolEvent
 from slipway_operator.core import words
-from slipway_operator.core.actions import Action, CreatePod, DeletePod, Event, earliest
+from slipway_operator.core.actions import Action, CreatePod, DeletePod, Event, earliest, events_of
 from slipway_operator.core.health import is_cordoned, is_lost
 from slipway_operator.core.labels import restore_labels
 from slipway_operator.core.service.replicas.access import PortAccess, derive_nonce
@@ -49,9 +49,14 @@ class PoolPlan:
 
     actions: tuple[Action, ...] = ()
     status: WarmPoolStatus | None  # None: write none (the pool is being deleted)
-    events: tuple[Event, ...] = ()
+    notes: tuple[Event, ...] = ()  # events of decisions; those of actions belong to the actions
     requeue_after: float | None = None
     booted: frozenset[str] | None = None  # input of the next pass
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """All events, if all actions are carried out."""
+        return (*events_of(self.actions), *self.notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +111,6 @@ def plan(observed: ObservedPool, now: datetime) -> PoolPlan:
     )
     status = build_status(observed, counts, uses, now)
     booted = frozenset(pod.name for pod in left if _can_be_claimed(pod, observed))
-    events = (
-        *restored.events,
-        *(one.event for one in removals if one.event is not None),
-        *status_events(observed, status, counts, uses, booted),
-    )
     again_at = earliest(
         resume_at if resume_at and resume_at > now else None,
         size.again_at,
@@ -119,7 +119,7 @@ def plan(observed: ObservedPool, now: datetime) -> PoolPlan:
     return PoolPlan(
         actions=(*restored.actions, *(_delete(one) for one in removals), *ask_for_models(left), *creations),
         status=status,
-        events=events,
+        notes=tuple(status_events(observed, status, counts, uses, booted)),
         requeue_after=None if again_at is None else max(0.0, (again_at - now).total_seconds()),
         booted=booted,
     )
@@ -224,6 +224,7 @@ def _delete(removal: _Removal) -> DeletePod:
         grace_seconds=GRACE_SECONDS,
         reason=removal.reason,
         resource_version=removal.pod.resource_version,
+        events=(removal.event,) if removal.event is not None else (),
     )
 
 

@@ -40,6 +40,7 @@ class CacheDecision:
     status: ModelCacheStatus | None = None
     condition: tuple[ConditionStatus, Reason, str] | None = None
     steps: Steps = field(default_factory=Steps)
+    events: tuple[Event, ...] = ()
 
 
 def find_refusal(spec: InferenceServiceSpec, defaults: Defaults) -> str:
@@ -72,7 +73,7 @@ def decide_cache(
         status, condition = _of_replicas(observed, members, is_shared=_is_shared(service.spec))
     else:
         return CacheDecision(steps=pulls.steps)
-    return CacheDecision(status, condition, pulls.steps + Steps(events=_events(observed, condition)))
+    return CacheDecision(status, condition, pulls.steps, _events(observed, condition))
 
 
 def _is_shared(spec: InferenceServiceSpec) -> bool:

@@ -45,27 +45,30 @@ def annotate(members: Sequence[Member], service: InferenceService, nodes: Mappin
     for member in members:
         if not member.is_live:
             continue
-        changes = _scaler_changes(member, service) | _departure_changes(member.replica, service, nodes, now)
-        if not changes:
-            continue
-        action = AnnotatePod(
-            name=member.replica.name,
-            uid=member.replica.uid,
-            annotations=changes,
-            reason=", ".join(f"{name}={value}" for name, value in changes.items()),
-        )
-        is_forced = changes.get(names.ANNOTATION_NODE_DRAIN_FORCED) is not None
-        events = (_forced_event(member.replica, service),) if is_forced else ()
-        steps += Steps(actions=(action,), events=events)
+        replica = member.replica
+        changes = _scaler_changes(member, service) | _departure_changes(replica, nodes, now)
+        if changes:
+            reason = ", ".join(f"{name}={value}" for name, value in changes.items())
+            steps += Steps(
+                actions=(AnnotatePod(name=replica.name, uid=replica.uid, annotations=changes, reason=reason),)
+            )
+        if _is_forced_now(replica, service, nodes, now):
+            steps += Steps(actions=(_note_forced(replica, service, now),))
     waiting = [_forced_at(one.replica, service) for one in members if one.is_live]
     coming = [moment for moment in waiting if moment is not None and moment > now]
     return steps + Steps(again_at=min(coming, default=None))
 
 
-def allows_evictions(members: Sequence[Member], nodes: Mapping[str, Node]) -> bool:
+def allows_evictions(
+    members: Sequence[Member], service: InferenceService, nodes: Mapping[str, Node], now: datetime
+) -> bool:
     """Whether a replica is on a node whose drain was held up for maxNodeDrainBlockSeconds."""
     return any(
-        one.is_live and one.replica.drain_forced is not None and _is_leaving(one.replica, nodes) is not False
+        one.is_live
+        and (
+            (one.replica.drain_forced is not None and _is_leaving(one.replica, nodes) is not False)
+            or _is_forced_now(one.replica, service, nodes, now)
+        )
         for one in members
     )
 
@@ -132,9 +135,7 @@ def _scaler_changes(member: Member, service: InferenceService) -> dict[str, str 
     return changes
 
 
-def _departure_changes(
-    replica: Replica, service: InferenceService, nodes: Mapping[str, Node], now: datetime
-) -> dict[str, str | None]:
+def _departure_changes(replica: Replica, nodes: Mapping[str, Node], now: datetime) -> dict[str, str | None]:
     is_leaving = _is_leaving(replica, nodes)
     if is_leaving is None:
         return {}
@@ -145,10 +146,25 @@ def _departure_changes(
         changes[names.ANNOTATION_NODE_LEAVING_SINCE] = None
     if not is_leaving and replica.drain_forced is not None:
         changes[names.ANNOTATION_NODE_DRAIN_FORCED] = None
-    forced_at = _forced_at(replica, service)
-    if is_leaving and forced_at is not None and now >= forced_at:
-        changes[names.ANNOTATION_NODE_DRAIN_FORCED] = rfc3339(now)
     return changes
+
+
+def _is_forced_now(replica: Replica, service: InferenceService, nodes: Mapping[str, Node], now: datetime) -> bool:
+    """Whether evictions have been held up for long enough, and the pod does not have the annotation yet."""
+    forced_at = _forced_at(replica, service)
+    return bool(_is_leaving(replica, nodes)) and forced_at is not None and now >= forced_at
+
+
+def _note_forced(replica: Replica, service: InferenceService, now: datetime) -> AnnotatePod:
+    """Record since when evictions are possible, after the disruption budget permits them."""
+    return AnnotatePod(
+        name=replica.name,
+        uid=replica.uid,
+        annotations={names.ANNOTATION_NODE_DRAIN_FORCED: rfc3339(now)},
+        reason="evictions have been held up for maxNodeDrainBlockSeconds",
+        events=(_forced_event(replica, service),),
+        after=f"PodDisruptionBudget/{service.metadata.name}",
+    )
 
 
 def _is_leaving(replica: Replica, nodes: Mapping[str, Node]) -> bool | None:

@@ -51,6 +51,12 @@ def drain_replica(replica: Replica, rules: DrainRules, now: datetime, *, reason:
 def _begin(replica: Replica, rules: DrainRules, now: datetime, reason: str) -> Steps:
     if not replica.ready and not (replica.sample and replica.sample.requests):
         return Steps(actions=(_delete(replica, rules.whole_grace_seconds, f"{reason}; it was not serving"),))
+    event = Event(
+        reason=EventReason.REPLICA_DRAINING,
+        action="Drain",
+        message=f"{replica.name} leaves the route and finishes its requests: {reason}",
+        pod=replica.name,
+    )
     action = DrainPod(
         name=replica.name,
         uid=replica.uid,
@@ -58,14 +64,9 @@ def _begin(replica: Replica, rules: DrainRules, now: datetime, reason: str) -> S
         timeout_seconds=int(rules.timeout.total_seconds()),
         refuse_after_seconds=int(rules.propagation.total_seconds()),
         reason=reason,
+        events=(event,),
     )
-    event = Event(
-        reason=EventReason.REPLICA_DRAINING,
-        action="Drain",
-        message=f"{replica.name} leaves the route and finishes its requests: {reason}",
-        pod=replica.name,
-    )
-    return Steps(actions=(action,), events=(event,), again_at=now + rules.propagation)
+    return Steps(actions=(action,), again_at=now + rules.propagation)
 
 
 def _go_on(replica: Replica, rules: DrainRules, now: datetime) -> Steps:
@@ -79,7 +80,7 @@ def _go_on(replica: Replica, rules: DrainRules, now: datetime) -> Steps:
         seconds = int(rules.timeout.total_seconds())
         reason = f"the drain of {replica.name} timed out after {seconds}s: {left}"
         event = Event(reason=EventReason.DRAIN_TIMED_OUT, action="Delete", message=reason, pod=replica.name)
-        return Steps(actions=(_delete(replica, GRACE_AFTER_DRAIN_SECONDS, reason),), events=(event,))
+        return Steps(actions=(_delete(replica, GRACE_AFTER_DRAIN_SECONDS, reason, event),))
 
     if now < started + rules.propagation:
         return Steps(again_at=started + rules.propagation)
@@ -87,7 +88,7 @@ def _go_on(replica: Replica, rules: DrainRules, now: datetime) -> Steps:
     if sample and sample.draining and sample.requests == 0:
         reason = f"{replica.name} has drained: {replica.drain_reason or 'draining was asked for'}"
         event = Event(reason=EventReason.REPLICA_DRAINED, action="Delete", message=reason, pod=replica.name)
-        return Steps(actions=(_delete(replica, GRACE_AFTER_DRAIN_SECONDS, reason),), events=(event,))
+        return Steps(actions=(_delete(replica, GRACE_AFTER_DRAIN_SECONDS, reason, event),))
 
     again_at = min(now + ASK_AGAIN, deadline)
     if sample and sample.draining:
@@ -104,5 +105,5 @@ def _go_on(replica: Replica, rules: DrainRules, now: datetime) -> Steps:
     return Steps(actions=(ask,), again_at=again_at)
 
 
-def _delete(replica: Replica, grace_seconds: int, reason: str) -> DeletePod:
-    return DeletePod(name=replica.name, uid=replica.uid, grace_seconds=grace_seconds, reason=reason)
+def _delete(replica: Replica, grace_seconds: int, reason: str, *events: Event) -> DeletePod:
+    return DeletePod(name=replica.name, uid=replica.uid, grace_seconds=grace_seconds, reason=reason, events=events)
