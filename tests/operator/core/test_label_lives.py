@@ -1,4 +1,4 @@
-"""Random lives of a service in the simulated cluster while people edit labels: every law holds, and it comes to rest."""
+"""Random lives of a service while people edit labels: every law holds, and it comes to rest."""
 
 import random
 
