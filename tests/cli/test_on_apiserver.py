@@ -88,7 +88,7 @@ def test_a_user_sees_steers_and_bundles_a_service(api, tmp_path):
     assert run(api, "rollback", "chat", "--to", "stab", "-n", NAMESPACE).returncode == 0
     assert annotations(api)["slipway.dev/rollback-to"] == STABLE
     unknown = run(api, "rollback", "chat", "--to", "zzz", "-n", NAMESPACE)
-    assert (unknown.returncode, unknown.stderr) == (1, "error: 0 revisions of chat begin with zzz\n")
+    assert (unknown.returncode, unknown.stderr) == (1, "error: 0 revisions of chat start with zzz, not one\n")
 
     bundle = tmp_path / "bundle.tar.gz"
     assert run(api, "bundle", str(bundle), "-n", NAMESPACE).returncode == 0

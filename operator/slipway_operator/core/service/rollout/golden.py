@@ -64,7 +64,9 @@ def parse_prompts(text: str) -> tuple[GoldenPrompt, ...]:
     if not prompts:
         raise GoldenError("there is no prompt")
     if len(prompts) > MOST_PROMPTS:
-        raise GoldenError(f"{count(len(prompts), 'prompt')} exceed the limit of {MOST_PROMPTS}; remove some")
+        raise GoldenError(
+            f"{count(len(prompts), 'prompt is', 'prompts are')} too many: at most {MOST_PROMPTS} are allowed"
+        )
     return tuple(prompts)
 
 
