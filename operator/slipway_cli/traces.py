@@ -29,9 +29,7 @@ def read_service(path: Path) -> InferenceService:
         raise BadInputError(f"{path}: {len(found)} InferenceServices; one is needed")
     schema = inference_service_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     if unknown := list(_unknown_fields(found[0].get("spec"), schema, "spec")):
-        raise BadInputError(
-            f"{path}: unknown field {unknown[0]}; the API server refuses it too (kubectl explain infsvc)"
-        )
+        raise BadInputError(f"{path}: unknown field {unknown[0]}; see kubectl explain infsvc.spec --recursive")
     try:
         return InferenceService.parse(_with_namespace(found[0]))
     except ValidationError as exc:
