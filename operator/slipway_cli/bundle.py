@@ -11,6 +11,7 @@ import tarfile
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,13 +60,14 @@ def collect_bundle(cluster: Cluster, release_namespace: str) -> dict[str, Any]:
         files[plural] = read(plural, lambda kind=kind: cluster.objects(kind), [])
     with_logs = [*system, *pods]
     for pod in with_logs[:LOGGED_PODS]:
-        files |= _logs(cluster, pod, read)
+        files |= read("logs", lambda pod=pod: _logs(cluster, pod, read), {})
     if len(with_logs) > LOGGED_PODS:
         missing["logs"] = f"of {len(with_logs)} pods, the logs of the first {LOGGED_PODS} are in the bundle"
     for pod in system:
-        name = pod["metadata"]["name"]
-        if pod["metadata"].get("labels", {}).get("app.kubernetes.io/component") == "gateway":
-            files[f"routes/{name}"] = read(f"routes/{name}", lambda pod=pod: cluster.gateway_routes(pod))
+        metadata = pod["metadata"]
+        if metadata.get("labels", {}).get("app.kubernetes.io/component") == "gateway":
+            part = f"routes/{metadata['name']}"
+            files[part] = read(part, lambda pod=pod: cluster.gateway_routes(pod))
     files["not-collected"] = missing
     return {name: content for name, content in files.items() if content is not None}
 
@@ -74,7 +76,9 @@ def _logs(cluster: Cluster, pod: Mapping[str, Any], read: Callable[[str, Callabl
     """The newest lines of each container that has started, and those from before its last restart."""
     namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
     found = {}
-    for status in pod.get("status", {}).get("containerStatuses") or ():
+    status_of_pod = pod.get("status", {})
+    lists = (status_of_pod.get("initContainerStatuses") or (), status_of_pod.get("containerStatuses") or ())
+    for status in chain.from_iterable(lists):
         container, state = status["name"], status.get("state") or {}
         runs = [("", False)] if "running" in state or "terminated" in state else []
         runs += [("-previous", True)] if status.get("restartCount") else []

@@ -82,9 +82,11 @@ class Cluster:
     def patch(self, kind: str, name: str, body: Mapping[str, Any]) -> None:
         """Merges into one object of our kinds, as `kubectl patch --type=merge` does."""
         with _explained(f"{kind} {self.namespace}/{name}"):
-            self._objects.patch_namespaced_custom_object(
+            answer = self._objects.patch_namespaced_custom_object(
                 names.GROUP, names.VERSION, self.namespace, KINDS[kind], name, dict(body)
             )
+        if not isinstance(answer, dict) or answer.get("kind") != kind:
+            raise ClusterError(f"{kind} {self.namespace}/{name}: the answer is not of a Kubernetes API server")
 
     def remove_finalizer(self, kind: str, body: Mapping[str, Any]) -> None:
         """Removes our finalizer from one object, of any namespace; others stay."""

@@ -1,7 +1,7 @@
 """Reads what `simulate` and `plan` are given: manifests, and traces of load as CSV."""
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from slipway_api.crd import inference_service_crd
 from slipway_api.inference_service import InferenceService
 from slipway_cli.simulation import Load
 
@@ -26,12 +27,30 @@ def read_service(path: Path) -> InferenceService:
     found = [one for one in documents if one.get("kind") == InferenceService.KIND]
     if len(found) != 1:
         raise BadInputError(f"{path}: {len(found)} InferenceServices; one is needed")
+    schema = inference_service_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    if unknown := list(_unknown_fields(found[0].get("spec"), schema, "spec")):
+        raise BadInputError(f"{path}: unknown field {unknown[0]}; see kubectl explain infsvc.spec --recursive")
     try:
         return InferenceService.parse(_with_namespace(found[0]))
     except ValidationError as exc:
         first = exc.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise BadInputError(f"{path}: {where}: {first['msg']}") from exc
+
+
+def _unknown_fields(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[str]:
+    """The paths of fields that the schema does not have, such as `spec.runtime.maxModelLenn`."""
+    if isinstance(value, list):
+        for one in value:
+            yield from _unknown_fields(one, schema.get("items", {}), f"{path}[]")
+    known = schema.get("properties")
+    if not isinstance(value, dict) or known is None or schema.get("x-kubernetes-preserve-unknown-fields"):
+        return
+    for name, inner in value.items():
+        if name in known:
+            yield from _unknown_fields(inner, known[name], f"{path}.{name}")
+        else:
+            yield f"{path}.{name}"
 
 
 def read_trace(path: Path) -> list[Load]:

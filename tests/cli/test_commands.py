@@ -1,6 +1,7 @@
 """Verbs that need no cluster: what they print, in both forms, and what they say to bad input."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from slipway_cli.traces import BadInputError, read_service, read_trace
 from slipway_operator.core.service.plan import plan
 from tests.builders import T0, a_pod, a_service, promised, seen
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SHAPE = {"layers": 32, "hiddenSize": 4096, "heads": 32, "kvHeads": 8, "parameters": 8_030_261_248}
 
 
@@ -112,6 +114,31 @@ def test_a_bad_manifest_is_one_sentence(tmp_path, text, sentence):
 
     with pytest.raises(BadInputError, match=sentence):
         read_service(file)
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        ({"runtime": {"maxModelLenn": 4096}}, "spec.runtime.maxModelLenn"),
+        ({"replica": 2}, "spec.replica"),
+        ({"runtime": {"env": [{"name": "A", "valeu": "b"}]}}, "spec.runtime.env[].valeu"),
+    ],
+)
+def test_a_misspelt_field_is_refused_as_the_api_server_refuses_it(spec, field, tmp_path):
+    """review/shipping.md 36"""
+    file = tmp_path / "service.yaml"
+    manifest = {"kind": "InferenceService", "metadata": {"name": "a"}, "spec": {"model": {"uri": "file:///m"}} | spec}
+    file.write_text(json.dumps(manifest))
+
+    with pytest.raises(BadInputError, match=re.escape(f"unknown field {field};")):
+        read_service(file)
+
+
+def test_every_example_has_only_known_fields():
+    services = [one for one in EXAMPLES.glob("*.yaml") if one.read_text().count("kind: InferenceService") == 1]
+    assert len(services) > 10
+    for file in services:
+        assert read_service(file).metadata.name
 
 
 @pytest.mark.capability("OP-6")

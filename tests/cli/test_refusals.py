@@ -10,6 +10,7 @@ import urllib3
 from urllib3.exceptions import MaxRetryError, ReadTimeoutError
 
 from slipway_cli import main as cli
+from slipway_cli.cluster import Cluster
 
 KUBECONFIG = {
     "apiVersion": "v1",
@@ -86,13 +87,16 @@ def test_the_law_covers_every_verb():
 @pytest.mark.parametrize("verb", CLUSTER_VERBS)
 def test_every_verb_ends_with_one_sentence_whatever_the_api_server_does(verb, monkeypatch, capsys, tmp_path: Path):
     """review/shipping.md 2"""
-    (tmp_path / "config").write_text(json.dumps(KUBECONFIG))
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    config = tmp_path / "config"
+    config.write_text(json.dumps(KUBECONFIG))
+    monkeypatch.setattr(Cluster, "kubeconfig", None)  # the command sets it; this sets it back
+    kubeconfig = ("--kubeconfig", str(config))
     monkeypatch.chdir(tmp_path)
     for name, server in API_SERVERS.items():
         monkeypatch.setattr(urllib3.PoolManager, "request", server)
-        code, errors = run(monkeypatch, capsys, verb, *CLUSTER_VERBS[verb])
+        code, errors = run(monkeypatch, capsys, *kubeconfig, verb, *CLUSTER_VERBS[verb])
 
+        assert "kubeconfig" not in errors, "the API server was not asked"
         assert "Traceback" not in errors, (name, errors)
         if verb == "bundle":  # it names each part that it could not read, and writes the others
             assert code == 0, (name, errors)
