@@ -28,6 +28,7 @@ class ConditionType(StrEnum):
     WITHIN_SLO = "WithinSLO"
     MODEL_CACHED = "ModelCached"
     GATEWAY_ONLY = "GatewayOnly"
+    OUTPUT_VALID = "OutputValid"
 
 
 class ConditionStatus(StrEnum):
@@ -108,6 +109,8 @@ class Reason(StrEnum):
     CACHING_FAILED = "CachingFailed"
     # GatewayOnly
     OPEN_TO_DIRECT_CALLERS = "OpenToDirectCallers"
+    # OutputValid
+    INVALID_LOGITS = "InvalidLogits"
 
 
 class EventReason(StrEnum):
@@ -152,6 +155,7 @@ class EventReason(StrEnum):
     UNSCHEDULABLE = "Unschedulable"
     MODEL_DOWNLOAD_FAILED = "ModelDownloadFailed"
     REPLICA_UNHEALTHY = "ReplicaUnhealthy"
+    INVALID_LOGITS = "InvalidLogits"
     REPLICA_REPLACED = "ReplicaReplaced"
     GPU_FAULT = "GPUFault"
     NODE_DRAIN_FORCED = "NodeDrainForced"

@@ -133,6 +133,9 @@ _MEANINGS: Final = {
     ConditionType.GATEWAY_ONLY: (
         (_FALSE, Reason.OPEN_TO_DIRECT_CALLERS, "Tenants are configured, but replicas answer callers without a key."),
     ),
+    ConditionType.OUTPUT_VALID: (
+        (_FALSE, Reason.INVALID_LOGITS, "Replicas computed NaN or infinite logits; which, how often, and the remedy."),
+    ),
 }
 
 CONDITIONS: Final = tuple(ConditionMeaning(type, *row) for type, rows in _MEANINGS.items() for row in rows)
@@ -161,6 +164,7 @@ EVENTS: Final = {
     EventReason.INVALID_SPEC: "The spec breaks a rule.",
     **{EventReason(reason.value): STALLED_MEANINGS[reason] for reason in _STALLED_EVENTS},
     EventReason.NO_GATEWAY: "No gateway answers the operator: no client reaches the service.",
+    EventReason.INVALID_LOGITS: "Replicas computed NaN or infinite logits: these answers ended with an error.",
     EventReason.METRICS_STALE: "Some ready replicas do not report their load.",
     EventReason.KEY_REFUSED: "Ready replicas refuse the operator's token (401): was slipway-admin-master replaced?",
     EventReason.SCALING_HELD: "No ready replica, or no gateway of a service at zero, reports: the number stays.",
