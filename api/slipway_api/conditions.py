@@ -28,6 +28,7 @@ class ConditionType(StrEnum):
     WITHIN_SLO = "WithinSLO"
     MODEL_CACHED = "ModelCached"
     GATEWAY_ONLY = "GatewayOnly"
+    OUTPUT_VALID = "OutputValid"
 
 
 class ConditionStatus(StrEnum):
@@ -112,6 +113,8 @@ class Reason(StrEnum):
     CACHING_FAILED = "CachingFailed"
     # GatewayOnly
     OPEN_TO_DIRECT_CALLERS = "OpenToDirectCallers"
+    # OutputValid
+    INVALID_LOGITS = "InvalidLogits"
 
 
 class EventReason(StrEnum):
@@ -157,6 +160,7 @@ class EventReason(StrEnum):
     UNSCHEDULABLE = "Unschedulable"
     MODEL_DOWNLOAD_FAILED = "ModelDownloadFailed"
     REPLICA_UNHEALTHY = "ReplicaUnhealthy"
+    INVALID_LOGITS = "InvalidLogits"
     REPLICA_REPLACED = "ReplicaReplaced"
     LABELS_RESTORED = "LabelsRestored"
     GPU_FAULT = "GPUFault"

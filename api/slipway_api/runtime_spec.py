@@ -195,7 +195,9 @@ class Runtime(Struct):
     max_output_tokens: int = Field(default=0, ge=0, le=10_000_000)
     """Hard limit of generated tokens per request; 0: what fits in maxModelLen."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=16)
-    """GPUs that share one replica's model, or without a GPU processes; must divide its query heads, and divide its key-value heads or be a multiple of them."""
+    """GPUs that share one replica's model, or without a GPU processes.
+
+    It must divide the model's query heads, and divide its key-value heads or be a multiple of them."""
     kv_cache: KVCache = KVCache()
     """How much memory the KV cache of a replica takes."""
     speculation: Speculation = Speculation()

@@ -356,6 +356,17 @@ _CAUSES: Final[dict[ConditionType, tuple[tuple[ConditionStatus, Reason, Cause], 
             ),
         ),
     ),
+    ConditionType.OUTPUT_VALID: (
+        (
+            _FALSE,
+            Reason.INVALID_LOGITS,
+            Cause(
+                "Replicas computed NaN or infinite logits; the message names them and the number of requests.",
+                Helper.AUTHOR,
+                "Check the checkpoint, spec.runtime.dtype and the adapters; set spec.restartAt to replace the replicas.",
+            ),
+        ),
+    ),
 }
 
 CONDITIONS: Final = tuple(Row(type, *row) for type, rows in _CAUSES.items() for row in rows)
@@ -384,6 +395,7 @@ EVENTS: Final = {
     EventReason.INVALID_SPEC: "The spec breaks a rule.",
     **{EventReason(reason.value): STALLED_CAUSES[reason].meaning for reason in _STALLED_EVENTS},
     EventReason.NO_GATEWAY: "No gateway answers the operator: no client reaches the service.",
+    EventReason.INVALID_LOGITS: "Replicas computed NaN or infinite logits: these answers ended with an error.",
     EventReason.METRICS_STALE: "Some ready replicas do not report their load.",
     EventReason.KEY_REFUSED: "Ready replicas refuse the operator's token (401): was slipway-admin-master replaced?",
     EventReason.SCALING_HELD: "No ready replica, or no gateway of a service at zero, reports: the number stays.",

@@ -73,6 +73,7 @@ class Sample:
     draining: bool = False
     starting: str = ""  # until it is ready for the first time: Downloading, Loading or WarmingUp
     not_ready: str = ""  # why it is not, once it was: StepLoopStalled or EngineDead
+    invalid_logits: int = 0  # answers since its start that ended because the logits were NaN or infinite
     capacity: Capacity | None = None  # None: it is loading, or has not reported it yet
 
     @classmethod
@@ -87,6 +88,7 @@ class Sample:
             draining=signals.draining,
             starting=signals.starting,
             not_ready=signals.not_ready,
+            invalid_logits=signals.invalid_logits,
             capacity=capacity,
         )
 

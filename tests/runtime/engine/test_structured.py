@@ -150,6 +150,8 @@ def test_greedy_answers_with_logprobs_stay_within_the_grammar(engine):
     validate("colour", text_of(answers["colour", 0][0]))
     validate("digits", text_of(answers["digits", 0][0]))
     assert answers["digits", 0][0][-1] == EOS
+    # review/engine.md F14: min_tokens filled the answer with end tokens after the grammar had ended
+    assert answers["digits", 0][0].count(EOS) == 1
 
 
 @pytest.mark.capability("SO-1", "KV-7")

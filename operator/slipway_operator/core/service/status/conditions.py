@@ -62,6 +62,7 @@ from slipway_operator.core.service.rollout.steps import RolloutStep
 from slipway_operator.core.service.rollout.target import Target
 from slipway_operator.core.service.route import answers_nobody, name_conflict, route_condition
 from slipway_operator.core.service.status.accounting import NOT_ACCOUNTED, Accounting
+from slipway_operator.core.service.status.output import output_condition
 from slipway_operator.core.service.status.performance import measure_performance
 from slipway_operator.core.service.status.problems import Problems, find_problems, find_start_obstacle
 from slipway_operator.core.service.status.refusals import is_transient
@@ -335,6 +336,10 @@ def _conditions(
         write(ConditionType.MODEL_CACHED, *decided.cache.condition)
     else:
         conditions = remove_condition(conditions, ConditionType.MODEL_CACHED)
+    if output := output_condition(decided.members):
+        write(ConditionType.OUTPUT_VALID, *output)
+    else:
+        conditions = remove_condition(conditions, ConditionType.OUTPUT_VALID)
     defaults = observed.defaults
     should_be_closed = defaults.has_tenants or defaults.direct_access is DirectAccess.GATEWAY_ONLY
     if should_be_closed and service.direct_access is DirectAccess.OPEN:
