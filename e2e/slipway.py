@@ -92,6 +92,7 @@ class Slipway:
         self.core = client.CoreV1Api(api)
         self.apps = client.AppsV1Api(api)
         self.objects = client.CustomObjectsApi(api)
+        self.api_key = "none"  # of `openai`; ignored unless tenants are configured
         self.outages: list[tuple[datetime, datetime]] = []  # of the API server, until it knows its roles again
 
     # Installing
@@ -273,7 +274,7 @@ class Slipway:
 
     def openai(self) -> openai.OpenAI:
         """The stock client, pointed at the gateway; it does not retry, so what it meets is what happened."""
-        return openai.OpenAI(base_url=self.base_url, api_key="none", timeout=120, max_retries=0)
+        return openai.OpenAI(base_url=self.base_url, api_key=self.api_key, timeout=120, max_retries=0)
 
     def load(
         self, model: str, *, concurrency: int, seconds: float, max_tokens: int = 64, retry_429: bool = False

@@ -46,6 +46,7 @@ def admit_two_tenants(stage: Stage) -> None:
     ):
         metadata = {"name": FILES, "namespace": RELEASE_NAMESPACE}
         stage.apply({"apiVersion": "v1", "metadata": metadata} | manifest)
+    stage.slipway.api_key = CALM_KEY
     stage.configure(f"gateway.tenants.configMap={FILES}", f"gateway.tenants.keysSecret={FILES}")
     stage.wait_settled()
 
