@@ -203,9 +203,7 @@ class Executor:
         most = exponential(times - 1, first=FIRST_PAUSE_SECONDS, cap=LONGEST_PAUSE_SECONDS)
         pause = 0.0 if reason == NO_ANSWER else self._uniform(most / 2, most)
         failure = Failure(action=describe(action), reason=reason, message=message, at=self._now())
-        memory.refusals[lane] = Refusal(
-            failure, _identity(action), stored.generation, times, self._monotonic() + pause
-        )
+        memory.refusals[lane] = Refusal(failure, _identity(action), stored.generation, times, self._monotonic() + pause)
         self._count(action, "no answer" if reason == NO_ANSWER else "refused")
         if reason != NO_ANSWER:
             self._metrics.reconcile_errors.labels("Refused").inc()

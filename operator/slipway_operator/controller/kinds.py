@@ -76,9 +76,7 @@ class Memory:
     @property
     def failures(self) -> tuple[Failure, ...]:
         """The refusals for the status. One write without an answer may be a coincidence; the second one counts."""
-        return tuple(
-            one.failure for one in self.refusals.values() if one.failure.reason != NO_ANSWER or one.times > 1
-        )
+        return tuple(one.failure for one in self.refusals.values() if one.failure.reason != NO_ANSWER or one.times > 1)
 
 
 @dataclass(frozen=True, slots=True)

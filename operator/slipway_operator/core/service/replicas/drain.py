@@ -70,8 +70,10 @@ def _begin(replica: Replica, rules: DrainRules, now: datetime, reason: str) -> S
 
 
 def _go_on(replica: Replica, rules: DrainRules, now: datetime) -> Steps:
-    # A draining label without the annotation was set by hand; the pod's creation is the only time that stays fixed.
-    started = replica.drain_started or replica.created_at
+    if replica.drain_started is None:
+        # A person set the label: the drain starts now, and the annotation keeps its time.
+        return _begin(replica, rules, now, "its label slipway.dev/state was set to draining manually")
+    started = replica.drain_started
     deadline = started + rules.timeout
     sample = replica.sample if replica.sample and replica.sample.at >= started else None
 
