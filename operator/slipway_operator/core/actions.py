@@ -37,7 +37,7 @@ class Action:
     """One step of a plan."""
 
     reason: str
-    events: tuple[Event, ...] = field(default=(), repr=False)
+    events: tuple[Event, ...] = field(default=(), repr=False, compare=False)
     """Posted when the action was carried out, and only then."""
 
 
