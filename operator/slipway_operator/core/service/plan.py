@@ -389,6 +389,7 @@ def _create_of(observed: Observed, revision: Revision, assignment: Assignment, w
             avoid_node=creation.avoid_node,
             node_cache=observed.defaults.node_cache,
             user=observed.defaults.pod_user,
+            placement=observed.defaults.placement,
         )
         reason = f"{creation.reason}; {wanted} wanted of revision {revision.hash}"
         create = CreatePod(name=name, manifest=manifest, reason=reason)
