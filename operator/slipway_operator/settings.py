@@ -1,5 +1,6 @@
 """The operator's settings, read from environment variables once, in main, then frozen."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -8,7 +9,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from slipway_api.inference_service import DirectAccess
 from slipway_api.types import BYTES_PATTERN
-from slipway_operator.core.observed import Defaults, Network, NodeCache, PodUser
+from slipway_operator.core.observed import Defaults, Network, NodeCache, PlacementDefaults, PodUser
 
 ReplicaAccess = Literal["direct", "proxy"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
@@ -61,6 +62,10 @@ class OperatorSettings(BaseSettings):
         "65532:65532", pattern=r"^([1-9][0-9]{0,9}:[0-9]{1,10}|platform)$", validation_alias="SLIPWAY_POD_USER"
     )
     """User and group of the replicas' pods; `platform`: neither is set, since the platform assigns them (OpenShift)."""
+    placement: Annotated[PlacementDefaults, NoDecode] = Field(
+        PlacementDefaults(), validation_alias="SLIPWAY_REPLICA_PLACEMENT"
+    )
+    """JSON with image_pull_secrets, node_selector and tolerations of all pods of services and pools."""
     replica_access: ReplicaAccess = Field("direct", validation_alias="SLIPWAY_REPLICA_ACCESS")
     """`proxy` reaches pods through the API server: for an operator that runs outside the cluster."""
     admin_port: int = Field(8080, ge=0, le=65535, validation_alias="SLIPWAY_ADMIN_PORT")
@@ -90,6 +95,17 @@ class OperatorSettings(BaseSettings):
     def _split(cls, text: object) -> object:
         return tuple(name for part in text.split(",") if (name := part.strip())) if isinstance(text, str) else text
 
+    @field_validator("placement", mode="before")
+    @classmethod
+    def _parse(cls, text: object) -> object:
+        if not isinstance(text, str):
+            return text
+        value = json.loads(text)  # its error is a ValueError, with the place of the mistake
+        known = set(PlacementDefaults.__dataclass_fields__)
+        if not isinstance(value, dict) or not set(value) <= known:
+            raise ValueError(f"a JSON object with {', '.join(sorted(known))} is expected")
+        return value
+
 
 def explain(error: ValidationError) -> str:
     """List all invalid settings at once, each with its variable, its value and the allowed values."""
@@ -109,6 +125,7 @@ def installation_defaults(settings: OperatorSettings) -> Defaults:
         network=_network(settings),
         node_cache=_node_cache(settings),
         pod_user=_pod_user(settings),
+        placement=settings.placement,
         direct_access=settings.direct_access,
     )
 

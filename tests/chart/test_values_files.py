@@ -10,6 +10,8 @@ import yaml
 
 from e2e.cluster import build
 from slipway_gateway.settings import GatewaySettings
+from slipway_operator.core.observed import PlacementDefaults
+from slipway_operator.settings import OperatorSettings
 from tests.chart.lint import CHART, NAMESPACE, Helm
 
 pytestmark = pytest.mark.apiserver  # they need helm, which comes with the local cluster's binary
@@ -192,6 +194,40 @@ def test_pull_secrets_of_a_chart_around_are_used_too(helm, tmp_path):
     for part in ("operator", "gateway"):
         secrets = found["Deployment", f"slipway-{part}"]["spec"]["template"]["spec"]["imagePullSecrets"]
         assert secrets == [{"name": "ours"}, {"name": "theirs"}, {"name": "others"}]
+
+
+def test_defaults_for_replicas_reach_the_operator(helm, tmp_path):
+    """review/operator-users.md 13: pull secrets and tolerations reached operator and gateway only."""
+    taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 1_000_000}
+    values = {
+        "global": {"imagePullSecrets": ["around", {"name": "registry"}]},
+        "runtime": {
+            "imagePullSecrets": [{"name": "registry"}],
+            "nodeSelector": {"pool": "gpu"},
+            "tolerations": [taint],
+        },
+    }
+    deployment = manifests(render(helm, values, tmp_path))["Deployment", "slipway-operator"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    variables = {one["name"]: one["value"] for one in container["env"] if "value" in one}
+
+    assert OperatorSettings.model_validate(variables).placement == PlacementDefaults(
+        image_pull_secrets=("registry", "around"), node_selector={"pool": "gpu"}, tolerations=(taint,)
+    )
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"global": {"imagePullSecrets": [{"secret": "registry"}]}},
+        {"global": {"imageRegistry": ["ghcr.io"]}},
+        {"runtime": {"tolerations": [{"keys": "nvidia.com/gpu"}]}},
+        {"runtime": {"nodeSelector": {"pool": 1}}},
+    ],
+)
+def test_a_wrong_default_for_replicas_is_refused_when_the_chart_is_rendered(helm, values, tmp_path):
+    with pytest.raises(SystemExit, match="don't meet the specifications of the schema"):
+        render(helm, values, tmp_path)
 
 
 def notes(helm: Helm, *settings: str) -> str:

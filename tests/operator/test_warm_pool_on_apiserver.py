@@ -15,7 +15,7 @@ from slipway_kube.objects import Pod
 from slipway_operator.controller.claimer import claim_operations, return_operations
 from slipway_operator.controller.pod_state import state_metadata
 from slipway_operator.core.actions import ClaimPod, ReturnPod
-from slipway_operator.core.observed import NONROOT
+from slipway_operator.core.observed import NONROOT, PlacementDefaults
 from slipway_operator.core.service.replicas.access import PortAccess
 from slipway_operator.core.service.replicas.pod import build_pod
 from slipway_operator.core.service.rollout.revision import Revision
@@ -99,7 +99,9 @@ def test_of_two_services_one_gets_the_pod_which_is_not_deleted_by_its_old_versio
     pool = a_pool(resources={"gpu": {"count": 0}})
     metadata = pool.metadata.model_copy(update={"uid": uid_of("warmpools", a_manifest())})
     pool = pool.model_copy(update={"metadata": metadata})
-    manifest = build_pool_pod(pool, 0, shape_of_pool(pool, IMAGE), image=IMAGE, access=access, user=NONROOT)
+    manifest = build_pool_pod(
+        pool, 0, shape_of_pool(pool, IMAGE), image=IMAGE, access=access, user=NONROOT, placement=PlacementDefaults()
+    )
     manifest["metadata"]["namespace"] = namespace
     pods = f"/api/v1/namespaces/{namespace}/pods"
     before = apiserver.api("POST", pods, manifest)
@@ -107,7 +109,9 @@ def test_of_two_services_one_gets_the_pod_which_is_not_deleted_by_its_old_versio
     def claim(service: str) -> str:
         wanted = a_service(service, uid=uids[service], resources={"gpu": {"count": 0}})
         revision = Revision("x" * 10, IMAGE)
-        metadata = build_pod(wanted, revision, slot=0, attempt=0, access=access, user=NONROOT)["metadata"]
+        metadata = build_pod(
+            wanted, revision, slot=0, attempt=0, access=access, user=NONROOT, placement=PlacementDefaults()
+        )["metadata"]
         action = ClaimPod(
             name="pool-warm-0",
             uid=before["metadata"]["uid"],

@@ -25,13 +25,22 @@ app.kubernetes.io/component: {{ .part }}
 {{- if .image.digest }}@{{ .image.digest }}{{ else }}:{{ .image.tag | default .root.Chart.AppVersion }}{{ end -}}
 {{- end -}}
 
-{{- /* The pull secrets of the chart's own pods: those of this chart, and those of a chart around it. */ -}}
+{{- /* Pull secrets: those given, and those of a chart around this one. Call with root and own; returns YAML. */ -}}
 {{- define "slipway.imagePullSecrets" -}}
 {{- $all := list -}}
-{{- range concat .Values.imagePullSecrets ((.Values.global | default dict).imagePullSecrets | default list) -}}
+{{- range concat .own ((.root.Values.global | default dict).imagePullSecrets | default list) -}}
 {{- $all = append $all (dict "name" (kindIs "string" . | ternary . (get (kindIs "map" . | ternary . dict) "name"))) -}}
 {{- end -}}
 {{- with uniq $all }}{{ toYaml . }}{{ end -}}
+{{- end -}}
+
+{{- /* The defaults of the pods of services and pools, as the operator reads them. */ -}}
+{{- define "slipway.replicaPlacement" -}}
+{{- $secrets := list -}}
+{{- range fromYamlArray (include "slipway.imagePullSecrets" (dict "root" $ "own" .Values.runtime.imagePullSecrets)) -}}
+{{- $secrets = append $secrets .name -}}
+{{- end -}}
+{{- dict "image_pull_secrets" $secrets "node_selector" .Values.runtime.nodeSelector "tolerations" .Values.runtime.tolerations | toJson -}}
 {{- end -}}
 
 {{- define "slipway.masterSecret" -}}
@@ -82,7 +91,7 @@ automountServiceAccountToken: true
 enableServiceLinks: false
 securityContext:
   {{- include "slipway.podSecurityContext" . | nindent 2 }}
-{{- with include "slipway.imagePullSecrets" .root }}
+{{- with include "slipway.imagePullSecrets" (dict "root" .root "own" .root.Values.imagePullSecrets) }}
 imagePullSecrets:
   {{- . | nindent 2 }}
 {{- end }}

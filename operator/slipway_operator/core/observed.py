@@ -353,6 +353,16 @@ class NodeCache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementDefaults:
+    """Pull secrets and placement of every pod of this installation's services and pools; an entry of the spec wins."""
+
+    image_pull_secrets: tuple[str, ...] = ()
+    """Names of Secrets in the namespace of the pod."""
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    tolerations: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
     """Defaults of the installation for fields that the spec leaves empty."""
 
@@ -361,6 +371,7 @@ class Defaults:
     network: Network | None = None  # None: no NetworkPolicy is made
     pod_user: PodUser | None = NONROOT  # None: the platform assigns it
     cluster_domain: str = "cluster.local"
+    placement: PlacementDefaults = field(default_factory=PlacementDefaults)
     node_cache: NodeCache | None = None  # None: model.cache.policy Node is not permitted
     direct_access: DirectAccess = DirectAccess.OPEN  # of a new service; GatewayOnly: this gateway has tenants
     has_tenants: bool = False  # the gateway has API keys, so a name may mean another service to each tenant

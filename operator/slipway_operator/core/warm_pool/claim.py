@@ -83,6 +83,7 @@ class Claims:
             attempt=creation.attempt,
             access=access,
             user=self._observed.defaults.pod_user,
+            placement=self._observed.defaults.placement,
         )
         metadata = pod_of_service["metadata"]
         annotations = {

@@ -265,6 +265,7 @@ def _build(observed: ObservedPool, number: int, shape: Shape, access: PortAccess
         access=access,
         node_cache=observed.defaults.node_cache,
         user=observed.defaults.pod_user,
+        placement=observed.defaults.placement,
     )
 
 

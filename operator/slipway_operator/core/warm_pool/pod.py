@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from slipway_api import names
 from slipway_api.warm_pool import WarmLevel, WarmPool
-from slipway_operator.core.observed import NodeCache, PodUser
+from slipway_operator.core.observed import NodeCache, PlacementDefaults, PodUser
 from slipway_operator.core.service.replicas.access import PortAccess
 from slipway_operator.core.service.replicas.pod import arguments, build_pod
 from slipway_operator.core.service.rollout.revision import Revision
@@ -40,6 +40,7 @@ def build_pool_pod(
     access: PortAccess,
     node_cache: NodeCache | None = None,
     user: PodUser | None,
+    placement: PlacementDefaults,
 ) -> dict[str, Any]:
     """The pod as it is sent to the API server."""
     spec, name = pool.spec, pool.metadata.name
@@ -52,7 +53,9 @@ def build_pool_pod(
             )
         }
     )
-    pod = build_pod(bare, revision, slot=0, attempt=0, access=access, node_cache=node_cache, user=user)
+    pod = build_pod(
+        bare, revision, slot=0, attempt=0, access=access, node_cache=node_cache, user=user, placement=placement
+    )
     (server,) = pod["spec"]["containers"]
     if spec.level is WarmLevel.BOOTED:
         server["args"] = ["serve", "--port", str(names.SERVING_PORT), "--admin-port", str(names.ADMIN_PORT)]

@@ -9,7 +9,7 @@ from slipway_api import names
 from slipway_api.conditions import find_condition
 from slipway_api.inference_service import InferenceService
 from slipway_operator.core.actions import CreatePod, DeletePod
-from slipway_operator.core.observed import NONROOT, Failure, NodeCache
+from slipway_operator.core.observed import NONROOT, Failure, NodeCache, PlacementDefaults
 from slipway_operator.core.pulls import PullNode, PullPod, PullsSeen
 from slipway_operator.core.service.model.pull_nodes import nodes_for
 from slipway_operator.core.service.model.pulls import pull_digest
@@ -31,7 +31,14 @@ def of_node(**spec: Any) -> InferenceService:
 def pod_of(service: InferenceService, node_cache: NodeCache | None = None) -> dict[str, Any]:
     access = PortAccess(nonce="n", admin_digests=("aa",))
     return build_pod(
-        service, revision_of(service), slot=0, attempt=0, access=access, user=NONROOT, node_cache=node_cache
+        service,
+        revision_of(service),
+        slot=0,
+        attempt=0,
+        access=access,
+        user=NONROOT,
+        placement=PlacementDefaults(),
+        node_cache=node_cache,
     )["spec"]
 
 
@@ -352,7 +359,9 @@ def affinity(operator: str, *values: str, key: str = "zone") -> dict[str, Any]:
     ],
 )
 def test_nodes_are_chosen_as_the_scheduler_would(node, spec, admitted):
-    assert [one.name for one in nodes_for(a_service(**spec).spec, [node])] == ([node.name] if admitted else [])
+    assert [one.name for one in nodes_for(a_service(**spec).spec, [node], PlacementDefaults())] == (
+        [node.name] if admitted else []
+    )
 
 
 def test_a_silent_node_counts_and_gets_no_pod_until_it_is_back():

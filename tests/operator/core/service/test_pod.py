@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from slipway_operator.core.observed import NONROOT
+from slipway_operator.core.observed import NONROOT, PlacementDefaults
 from slipway_operator.core.service.replicas.access import PortAccess
 from slipway_operator.core.service.replicas.pod import build_pod
 from slipway_operator.core.service.rollout.revision import Revision
@@ -15,7 +15,9 @@ ACCESS = PortAccess(nonce="d00d", admin_digests=("aa", "bb"))
 
 
 def pod_of(service, slot=0, attempt=0):
-    return build_pod(service, REVISION, slot=slot, attempt=attempt, access=ACCESS, user=NONROOT)
+    return build_pod(
+        service, REVISION, slot=slot, attempt=attempt, access=ACCESS, user=NONROOT, placement=PlacementDefaults()
+    )
 
 
 def server_of(service):

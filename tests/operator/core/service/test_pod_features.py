@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from slipway_operator.core.observed import NONROOT
+from slipway_operator.core.observed import NONROOT, PlacementDefaults
 from slipway_operator.core.service.replicas.access import PortAccess
 from slipway_operator.core.service.replicas.pod import arguments, build_pod
 from slipway_operator.core.service.rollout.revision import Revision
@@ -18,7 +18,9 @@ REVISION = Revision("bcdfghjklm", "slipway/runtime:1")
 
 def pod_of(service):
     access = PortAccess(nonce="n", admin_digests=("aa",))
-    return build_pod(service, REVISION, slot=0, attempt=0, access=access, user=NONROOT)["spec"]
+    return build_pod(service, REVISION, slot=0, attempt=0, access=access, user=NONROOT, placement=PlacementDefaults())[
+        "spec"
+    ]
 
 
 def server_of(service):

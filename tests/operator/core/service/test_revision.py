@@ -6,7 +6,7 @@ import pytest
 
 from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import InferenceServiceStatus, RevisionStatus
-from slipway_operator.core.observed import NONROOT
+from slipway_operator.core.observed import NONROOT, PlacementDefaults
 from slipway_operator.core.service.replicas.access import PortAccess
 from slipway_operator.core.service.replicas.pod import build_pod
 from slipway_operator.core.service.rollout import revision
@@ -147,7 +147,15 @@ def test_what_is_stored_is_built_again_as_it_was_whatever_the_defaults_and_the_s
         BASE, model={"uri": "file:///other"}, drain={"timeoutSeconds": 7, "endpointPropagationSeconds": 1}
     )
     access = PortAccess(nonce="n", admin_digests=())
-    pod = build_pod(loaded.apply_to(edited_since), loaded, slot=0, attempt=0, access=access, user=NONROOT)
+    pod = build_pod(
+        loaded.apply_to(edited_since),
+        loaded,
+        slot=0,
+        attempt=0,
+        access=access,
+        user=NONROOT,
+        placement=PlacementDefaults(),
+    )
     (server,) = pod["spec"]["containers"]
     assert server["image"] == "runtime:then"
     assert server["args"][server["args"].index("--max-num-seqs") + 1] == "7"

@@ -45,7 +45,15 @@ class APoolPod:
         pool = a_pool(**spec)
         shape = shape_of_pool(pool, IMAGE)
         access = PortAccess(nonce="n", admin_digests=("digest",))
-        made = build_pool_pod(pool, 7, shape, image=spec.get("image", IMAGE), access=access, user=DEFAULTS.pod_user)
+        made = build_pool_pod(
+            pool,
+            7,
+            shape,
+            image=spec.get("image", IMAGE),
+            access=access,
+            user=DEFAULTS.pod_user,
+            placement=DEFAULTS.placement,
+        )
         template = made["metadata"]["annotations"][names.ANNOTATION_WARM_TEMPLATE]
         return APoolPod(replace(self.facts, shape=write_shape(shape), template=template))
 

@@ -9,7 +9,7 @@ from slipway_api import names
 from slipway_api.warm_pool import WarmPool
 from slipway_api.warm_pool_conditions import PoolEvent
 from slipway_operator.core.actions import ClaimPod, CreatePod, DeletePod, LoadModel
-from slipway_operator.core.observed import NONROOT, Sample
+from slipway_operator.core.observed import NONROOT, PlacementDefaults, Sample
 from slipway_operator.core.service.plan import plan as plan_service
 from slipway_operator.core.service.replicas.access import PortAccess
 from slipway_operator.core.service.replicas.pod import model_spec
@@ -71,7 +71,9 @@ def test_a_pod_with_a_model_fits_services_that_run_it_with_the_same_parameters(p
 def test_the_command_line_of_a_pod_that_waits_takes_the_claim_of_a_service_that_fits(level):
     runtime = {"maxModelLen": 256, "kvCache": {"bytes": "16Mi"}, "lora": {"maxAdapters": 2}}
     pool, service = a_loaded_pool(level, runtime=runtime), a_service("chat", uri=URI, runtime=runtime)
-    pod = build_pool_pod(pool, 0, shape_of_pool(pool, IMAGE), image=IMAGE, access=ACCESS, user=NONROOT)
+    pod = build_pool_pod(
+        pool, 0, shape_of_pool(pool, IMAGE), image=IMAGE, access=ACCESS, user=NONROOT, placement=PlacementDefaults()
+    )
     (server,) = pod["spec"]["containers"]
     waiting = serve_settings(parse_arguments(server["args"]), {})
     request = load_request(service, revision_of(service), ["a" * 64])

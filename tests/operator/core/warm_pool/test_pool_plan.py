@@ -11,7 +11,7 @@ from slipway_api.inference_service import InferenceService
 from slipway_api.warm_pool import PoolUse, WarmPoolStatus
 from slipway_api.warm_pool_conditions import CONDITIONS, EVENTS, PoolEvent
 from slipway_operator.core.actions import CreatePod, DeletePod, Failure
-from slipway_operator.core.observed import NONROOT, Node
+from slipway_operator.core.observed import NONROOT, Node, PlacementDefaults
 from slipway_operator.core.service.replicas.access import PortAccess
 from slipway_operator.core.service.replicas.pod import build_pod
 from slipway_operator.core.service.rollout.revision import Revision
@@ -299,8 +299,18 @@ def test_a_service_and_a_pool_agree_only_where_the_pods_could_be_the_same(spec, 
 def test_the_pod_of_a_pool_is_that_of_a_service_but_for_what_a_claim_brings():
     pool = a_pool(template={"spec": {"tolerations": [{"key": "gpu", "operator": "Exists"}]}})
     service: InferenceService = a_service(template=pool.spec.template.to_json())
-    warm = build_pool_pod(pool, 3, shape_of_pool(pool, IMAGE), image=IMAGE, access=ACCESS, user=NONROOT)
-    cold = build_pod(service, Revision("x" * 10, IMAGE), slot=0, attempt=0, access=ACCESS, user=NONROOT)
+    warm = build_pool_pod(
+        pool, 3, shape_of_pool(pool, IMAGE), image=IMAGE, access=ACCESS, user=NONROOT, placement=PlacementDefaults()
+    )
+    cold = build_pod(
+        service,
+        Revision("x" * 10, IMAGE),
+        slot=0,
+        attempt=0,
+        access=ACCESS,
+        user=NONROOT,
+        placement=PlacementDefaults(),
+    )
 
     (theirs,), (ours,) = cold["spec"].pop("containers"), warm["spec"].pop("containers")
     assert ours.pop("args") == ["serve", "--port", "8000", "--admin-port", "8001"]

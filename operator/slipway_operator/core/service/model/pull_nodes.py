@@ -16,18 +16,22 @@ from typing import Any, Final
 from slipway_api import names
 from slipway_api.inference_service import InferenceServiceSpec
 from slipway_api.types import parse_quantity
+from slipway_operator.core.observed import PlacementDefaults
 from slipway_operator.core.pulls import PullNode
+from slipway_operator.core.service.replicas.placement import fill_placement
 
 _CONDITION_TAINTS: Final = "node.kubernetes.io/"  # of the node lifecycle: not ready, under pressure, cordoned
 
 
-def nodes_for(spec: InferenceServiceSpec, nodes: Sequence[PullNode]) -> tuple[PullNode, ...]:
+def nodes_for(
+    spec: InferenceServiceSpec, nodes: Sequence[PullNode], defaults: PlacementDefaults
+) -> tuple[PullNode, ...]:
     """The nodes on which a replica of this spec may be placed, by name."""
-    gpu, overlay = spec.resources.gpu, spec.template.spec
+    gpu, overlay = spec.resources.gpu, fill_placement(spec.template.spec, defaults)
     selector = dict(overlay.node_selector)
     if gpu.count and gpu.product:
         selector[names.GPU_PRODUCT_LABEL] = gpu.product
-    tolerations = pull_tolerations(spec)
+    tolerations = pull_tolerations(spec, defaults)
     fit = [
         node
         for node in nodes
@@ -40,11 +44,11 @@ def nodes_for(spec: InferenceServiceSpec, nodes: Sequence[PullNode]) -> tuple[Pu
     return tuple(sorted(fit, key=lambda node: node.name))
 
 
-def pull_tolerations(spec: InferenceServiceSpec) -> list[dict[str, Any]]:
+def pull_tolerations(spec: InferenceServiceSpec, defaults: PlacementDefaults) -> list[dict[str, Any]]:
     """The tolerations of a pod that pulls: those of a replica, and the one that asking for a GPU adds to a pod."""
     gpu = spec.resources.gpu
     of_gpu = [{"key": gpu.resource_name, "operator": "Exists", "effect": "NoSchedule"}] if gpu.count else []
-    return [*spec.template.spec.tolerations, *of_gpu]
+    return [*fill_placement(spec.template.spec, defaults).tolerations, *of_gpu]
 
 
 def _is_tolerated(node: PullNode, tolerations: Sequence[Mapping[str, Any]]) -> bool:

@@ -29,6 +29,7 @@ from slipway_operator.core.pulls import PullNode, PullPod
 from slipway_operator.core.service.model import model_access
 from slipway_operator.core.service.model.pull_nodes import nodes_for, pull_tolerations
 from slipway_operator.core.service.replicas.access import PortAccess
+from slipway_operator.core.service.replicas.placement import fill_placement
 from slipway_operator.core.service.replicas.pod import NO_GPU, build_pod
 from slipway_operator.core.service.rollout.revision import Revision, owner_reference
 
@@ -59,7 +60,7 @@ def plan_pulls(observed: Observed, revision: Revision, now: datetime, *, may_cre
     if wish is None:
         return Pulls(steps=_delete(ours, "spec.prePull is gone"))
     is_shared = service.spec.model.cache.policy is CachePolicy.SHARED
-    places = (CLAIM,) if is_shared else nodes_for(service.spec, seen.nodes)
+    places = (CLAIM,) if is_shared else nodes_for(service.spec, seen.nodes, observed.defaults.placement)
     wanted = {place.name: place for place in places}
     digest = pull_digest(service, revision, observed.defaults)
 
@@ -126,8 +127,8 @@ def build_pull_pod(
         term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}
         required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
         spec["affinity"] = {"nodeAffinity": required}
-    elif overlay.spec.node_selector:
-        spec["nodeSelector"] = dict(overlay.spec.node_selector)
+    elif selector := fill_placement(overlay.spec, defaults.placement).node_selector:
+        spec["nodeSelector"] = dict(selector)
     suffix = hashlib.sha256(f"{node}\n{digest}".encode()).hexdigest()[:10]
     return {
         "apiVersion": "v1",
@@ -159,6 +160,7 @@ def _pod_spec(service: InferenceService, revision: Revision, defaults: Defaults)
         attempt=0,
         access=unused,
         user=defaults.pod_user,
+        placement=defaults.placement,
         node_cache=defaults.node_cache,
     )
     spec: dict[str, Any] = pod["spec"]
@@ -174,7 +176,7 @@ def _pod_spec(service: InferenceService, revision: Revision, defaults: Defaults)
         "resources": _RESOURCES,
     }
     kept_of_pod = {key: value for key, value in spec.items() if key not in _NOT_NEEDED}
-    tolerations = pull_tolerations(service.spec)
+    tolerations = pull_tolerations(service.spec, defaults.placement)
     return kept_of_pod | {
         "containers": [container],
         "restartPolicy": "OnFailure",

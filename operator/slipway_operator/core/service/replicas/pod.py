@@ -15,12 +15,13 @@ from slipway_api.overlay import ContainerOverlay, PodOverlay
 from slipway_api.pod_labels import ReplicaIdentity
 from slipway_api.runtime_api import ModelSpec
 from slipway_api.runtime_spec import SpeculationMethod
-from slipway_operator.core.observed import NodeCache, PodUser
+from slipway_operator.core.observed import NodeCache, PlacementDefaults, PodUser
 from slipway_operator.core.service import adapters
 from slipway_operator.core.service.model import model_access
 from slipway_operator.core.service.replicas.access import PortAccess
 from slipway_operator.core.service.replicas.disruption import startup_annotations
 from slipway_operator.core.service.replicas.drain import GRACE_AFTER_DRAIN_SECONDS
+from slipway_operator.core.service.replicas.placement import fill_placement
 from slipway_operator.core.service.rollout.revision import Revision, owner_reference
 
 PREFERRED: Final = "preferredDuringSchedulingIgnoredDuringExecution"
@@ -44,12 +45,14 @@ def build_pod(
     attempt: int,
     access: PortAccess,
     user: PodUser | None,
+    placement: PlacementDefaults,
     avoid_node: str = "",
     node_cache: NodeCache | None = None,
 ) -> dict[str, Any]:
     """The Pod that serves as this slot's replica; it prefers any other node to `avoid_node`.
 
     user: that of the installation's pods; None: the platform assigns it.
+    placement: the installation's pull secrets, nodeSelector and tolerations; those of the template replace them.
     """
     spec, overlay = service.spec, service.spec.template
     return {
@@ -76,7 +79,7 @@ def build_pod(
             "securityContext": _pod_security(overlay.spec, user),
             "topologySpreadConstraints": [_spread_over_nodes(service), *overlay.spec.topology_spread_constraints],
         }
-        | _placement(service, avoid_node),
+        | _placement(service, placement, avoid_node),
     }
 
 
@@ -287,8 +290,8 @@ def _spread_over_nodes(service: InferenceService) -> dict[str, Any]:
     }
 
 
-def _placement(service: InferenceService, avoid_node: str) -> dict[str, Any]:
-    overlay, gpu = service.spec.template.spec, service.spec.resources.gpu
+def _placement(service: InferenceService, defaults: PlacementDefaults, avoid_node: str) -> dict[str, Any]:
+    overlay, gpu = fill_placement(service.spec.template.spec, defaults), service.spec.resources.gpu
     product = {names.GPU_PRODUCT_LABEL: gpu.product} if gpu.count and gpu.product else {}
     return _if_any(
         nodeSelector=overlay.node_selector | product,
