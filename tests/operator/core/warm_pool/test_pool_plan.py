@@ -11,6 +11,7 @@ from slipway_api.inference_service import InferenceService
 from slipway_api.warm_pool import PoolUse, WarmPoolStatus
 from slipway_api.warm_pool_conditions import CONDITIONS, EVENTS, PoolEvent
 from slipway_operator.core.actions import CreatePod, DeletePod, Failure
+from slipway_operator.core.labels import EditedLabel
 from slipway_operator.core.observed import NONROOT, Node, PlacementDefaults
 from slipway_operator.core.service.replicas.access import PortAccess
 from slipway_operator.core.service.replicas.pod import build_pod
@@ -244,6 +245,7 @@ def test_every_condition_and_event_of_a_pool_that_is_documented_is_said():
     refused = (Failure(action="CreatePod pool-warm-0", reason="Invalid", message="no", at=T0),)
     hungry = (HungryReplica(name="chat-x-0-0", gpu_resource="nvidia.com/gpu"),)
     auto = {"autosize": {"min": 2, "max": 6}}
+    edited = (EditedLabel(names.LABEL_STATE, names.STATE_WARM, None),)
     plans = [
         plan(seen(a_pool(size=1), booted, booted_before=frozenset()), T0),
         plan(seen(a_pool(size=2), booted, ended), T0),
@@ -262,6 +264,7 @@ def test_every_condition_and_event_of_a_pool_that_is_documented_is_said():
         plan(seen(a_pool(size=1), booted.of_shape(image="old")), T0),
         plan(seen(a_pool(status=WarmPoolStatus(size=1), **auto)), T0),
         plan(seen(a_pool(size=1), a_waiting_pod(0).returned().booted(), booted_before=frozenset()), T0),
+        plan(seen(a_pool(size=1), booted.but(edited_labels=edited, is_routed=False)), T0),
     ]
 
     said = {(one.type, one.status.value, one.reason) for made in plans for one in made.status.conditions}
