@@ -181,7 +181,9 @@ def _over_tokens(tenant: Tenant, usage: Usage, tokens: int, now: float, gateways
     part, used = share(limit, gateways), usage.tokens.total(now)
     if tokens > limit:
         needed = count(tokens, "token")
-        return Denied("tokens", f"this request needs about {needed}; the limit is {limit} a minute", None)
+        return Denied(
+            "tokens", f"this request needs about {needed}; the limit is {count(limit, 'token')} a minute", None
+        )
     # One that is larger than this gateway's part is let through alone, or N gateways would refuse what one would take.
     if used + tokens <= part or used == 0:
         return None
