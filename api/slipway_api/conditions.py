@@ -231,8 +231,8 @@ PENDING: Mapping[str, Any] = {
     "status": ConditionStatus.UNKNOWN.value,
     "reason": PENDING_REASON,
     "message": (
-        "waiting for the operator; if this lasts, check that an operator leads (kubectl get lease in its namespace) and "
-        "that this namespace is among the chart's watchNamespaces"
+        "waiting for the operator; if this lasts, check that an operator leads (kubectl get lease in its namespace), "
+        "and that this namespace is among the chart's watchNamespaces"
     ),
     "lastTransitionTime": "1970-01-01T00:00:00Z",
 }

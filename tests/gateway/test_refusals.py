@@ -56,7 +56,7 @@ async def test_the_stock_client_reads_the_refusal_of_a_large_request_and_keeps_i
         connections = gateway.client_listener.connections
         await client.chat.completions.create(model="chat", messages=[])
         for _ in range(3):
-            with pytest.raises(openai.RateLimitError, match="the limit is 1 requests a minute") as refusal:
+            with pytest.raises(openai.RateLimitError, match="the limit is 1 request a minute") as refusal:
                 await client.chat.completions.create(model="chat", messages=[{"role": "user", "content": LARGE}])
             assert 1 <= int(refusal.value.response.headers["retry-after"]) <= 61
             assert refusal.value.response.headers["retry-after-ms"]
@@ -76,7 +76,7 @@ async def test_concurrency_is_judged_before_the_body_too_and_frees_itself(tmp_pa
         while not runtime.requests:  # noqa: ASYNC110  what is waited for happens inside sockets and has no event
             await asyncio.sleep(0.005)
         for _ in range(3):
-            with pytest.raises(openai.RateLimitError, match="1 requests are open"):
+            with pytest.raises(openai.RateLimitError, match="1 request is open"):
                 await ask(gateway)
         assert len(parsed) == 1
         runtime.allow(100)

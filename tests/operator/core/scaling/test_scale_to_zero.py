@@ -113,7 +113,7 @@ def test_the_last_replica_goes_only_on_complete_evidence(demand, facts, desired)
 @pytest.mark.capability("AS-9")
 def test_the_sentence_has_the_evidence():
     assert decided(idle()).reason == (
-        "1→0: no request at the gateways since 11:00:00 UTC, 120s ago or more, and none at 1 of 1 pods"
+        "1→0: no request at the gateways since 11:00:00 UTC, 120s ago or more, and none at 1 of 1 pod"
     )
 
 

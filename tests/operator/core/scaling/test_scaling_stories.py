@@ -48,7 +48,7 @@ def test_scales_out_under_load_and_back_in_with_a_drain():
     assert "DrainTimedOut" not in reasons
     scaled_up = next(event for event in world.events if event.reason == "ScaledUp")
     assert scaled_up.message.startswith("1→3: ")
-    assert "QueueDepth 6.00 > 2.00 (1/1 pods" in scaled_up.message
+    assert "QueueDepth 6.00 > 2.00 (1/1 pod" in scaled_up.message
 
     history = world.service.status.autoscaling.history
     assert [(change.from_, change.to) for change in history] == [(2, 1), (3, 2), (1, 3)]
@@ -300,7 +300,7 @@ def test_running_requests_are_a_metric_for_those_who_know_what_a_replica_can_do(
     world.load = shared(running=28)
     world.run(90)
     assert len(world.ready) == 3
-    assert world.service.status.autoscaling.history[0].reason.startswith("1→3: RunningRequests 28.00 > 10.00 (1/1 pods")
+    assert world.service.status.autoscaling.history[0].reason.startswith("1→3: RunningRequests 28.00 > 10.00 (1/1 pod")
     world.load = shared(running=8)
     world.run(200)
     assert len(world.ready) == 1

@@ -64,9 +64,8 @@ def parse_prompts(text: str) -> tuple[GoldenPrompt, ...]:
     if not prompts:
         raise GoldenError("there is no prompt")
     if len(prompts) > MOST_PROMPTS:
-        raise GoldenError(
-            f"{count(len(prompts), 'prompt is', 'prompts are')} too many: at most {MOST_PROMPTS} are allowed"
-        )
+        prompts_are = count(len(prompts), "prompt is", "prompts are")
+        raise GoldenError(f"{prompts_are} too many; at most {MOST_PROMPTS} are allowed")
     return tuple(prompts)
 
 
