@@ -201,7 +201,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
             "runtime": {"tensorParallelSize": 2},
             "resources": {"gpu": {"count": 2}},
         },
-        "tensorParallelSize must divide model.shape.kvHeads",
+        "tensorParallelSize must divide model.shape.heads, and divide model.shape.kvHeads or be a multiple",
     ),
     (
         "heads that do not share key-value heads evenly",

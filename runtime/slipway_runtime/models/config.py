@@ -138,7 +138,7 @@ _MOST: Final = {
     "head_dim": 1024,
 }
 _MOST_END_TOKENS: Final = 256
-# Compiled attention keeps 16 queries of all heads that share a key-value head on a thread's stack: 3 MB at these limits.
+# Compiled attention keeps 16 queries of all heads that share a key-value head on the stack: 3 MB at these limits.
 _MOST_SHARING: Final = 256  # attention heads for each key-value head; Falcon-7B, the most of a published model, has 71
 _MOST_SHARED_SIZE: Final = 1 << 14  # numbers of these heads together; Falcon-7B has 4,544
 

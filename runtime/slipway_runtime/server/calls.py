@@ -192,8 +192,8 @@ def replay(
 ) -> Replayed:
     """Restore the state of an answer of another replica: the same tokens release the same text, so none is sent twice.
 
-    Held-back text (half a character, the beginning of a stop string) is held back here again. bound: by a grammar, which
-    an end-of-sequence token ends.
+    Held-back text (half a character, the beginning of a stop string) is held back here again.
+    bound: by a grammar, which an end-of-sequence token ends.
     """
     stops = (frozenset() if params.ignore_eos else eos) | set(params.stop_token_ids)
     ended_by_token = (given[-1] in stops and len(given) > params.min_tokens) or (bound and given[-1] in eos)

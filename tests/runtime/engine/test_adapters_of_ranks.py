@@ -190,3 +190,16 @@ def test_two_ranks_embed_as_one(base):
     )
     for expected, actual in zip(one, two, strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+@pytest.mark.capability("DD-3", "ML-1")
+def test_ranks_that_share_a_key_value_head_hold_its_part_of_an_adapter(base):
+    """review/engine.md F3"""
+    path, _, folders = base
+    config = read_config(path)
+    whole = read_adapter(folders["c"], config, max_rank=4, dtype=torch.float32).matrices
+    for rank in range(4):
+        own = read_adapter(folders["c"], config, max_rank=4, dtype=torch.float32, share=Shard(rank, 4)).matrices
+        head = slice(rank // 2 * config.head_dim, (rank // 2 + 1) * config.head_dim)
+        for module in (name for name in whole if name.endswith(("k_proj", "v_proj"))):
+            assert torch.equal(own[module][1], whole[module][1][:, head])

@@ -107,3 +107,10 @@ def test_an_engine_on_a_gpu_that_cannot_compute_it_is_refused_before_anything_lo
     options = EngineOptions(device="auto", dtype="fp16", kv_cache_dtype=kv_dtype)
     with pytest.raises(ModelRefusedError, match=sentence):
         decide_module.decide(tmp_path, options)
+
+
+def test_triton_kernels_do_not_depend_on_the_default_of_fp_fusion(recwarn):
+    """review/engine.md F14: Triton 3.10 changes the default, and with it the bits and the speed of all kernels."""
+    knobs = pytest.importorskip("triton.knobs")
+    assert knobs.language.fp_fusion_enabled(None) is True
+    assert not [warning for warning in recwarn if "fusion" in str(warning.message).lower()]

@@ -285,3 +285,14 @@ def test_attention_in_both_directions_is_refused_however_it_is_spelled():
     assert parse_config(LLAMA | {"is_causal": True, "partial_rotary_factor": 1.0}) == parse_config(LLAMA)
     with pytest.raises(ModelRefusedError, match="is_causal is False; only True is supported"):
         parse_config(LLAMA | {"is_causal": False})
+
+
+@pytest.mark.parametrize(("heads", "head_dim", "is_refused"), [(256, 64, False), (257, 2, True), (128, 256, True)])
+def test_heads_that_share_a_key_value_head_are_bounded(heads, head_dim, is_refused):
+    """review/engine.md F14: 4,096 heads on one overflowed the stack of compiled attention, at warm-up."""
+    raw = LLAMA | {"num_attention_heads": heads, "num_key_value_heads": 1, "head_dim": head_dim}
+    if not is_refused:
+        assert parse_config(raw).num_q_heads == heads
+        return
+    with pytest.raises(ModelRefusedError, match=f"{heads} attention heads of size {head_dim} share a key-value head"):
+        parse_config(raw)

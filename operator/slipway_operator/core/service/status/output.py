@@ -1,7 +1,7 @@
 """Condition OutputValid: replicas whose model computed NaN or infinite logits, with the likely cause and the remedy.
 
-The runtime ends such answers with an error and counts them since its start (ADR 0145). A count is rounded down to 1, 10,
-100 …, so that the status is not written for each answer.
+The runtime ends such answers with an error and counts them since its start (ADR 0145). A count is rounded down to 1,
+10, 100 …, so that the status is not written for each answer.
 """
 
 from collections.abc import Sequence
