@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from bench.servers import MODEL_NAME, Server, a_gateway, a_runtime
+from slipway_api.names import HEADER_IGNORED
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -60,6 +61,16 @@ async def test_chat_through_the_gateway_is_the_runtimes_own_answer(runtime: Serv
     tokenizer = raw.headers["x-slipway-tokenizer"]
     assert tokenizer[:12] in through.system_fingerprint
     assert "r1" in through.system_fingerprint
+
+
+@pytest.mark.capability("API-27")
+async def test_the_names_of_ignored_fields_reach_the_client(gateway: Server):
+    """review/api-users.md 1: a field without effect is visible to the client of the gateway too."""
+    raw = await a_client(gateway).chat.completions.with_raw_response.create(
+        **GREEDY, extra_body={"a_field_of_tomorrow": 1}
+    )
+
+    assert raw.headers[HEADER_IGNORED] == "a_field_of_tomorrow"
 
 
 @pytest.mark.capability("API-1")

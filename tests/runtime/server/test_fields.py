@@ -1,4 +1,6 @@
-"""Every request field is honoured, refused, or ignored and named.
+"""The top-level fields of the clients' requests are each in one list: honoured, refused, or ignored and named.
+
+Of the fields of nested objects only this is checked: none is in two lists.
 
 review/api-users.md 1, 2, 5, 11, 16; review/peer-suites.md 1-3, 5-8.
 """
@@ -17,12 +19,13 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from typing_extensions import is_typeddict
 
+from slipway_runtime.server.adapter_routes import LoadLora, UnloadLora
 from slipway_runtime.server.bodies import RequestBody
 from slipway_runtime.server.effort import effort_arguments
 from slipway_runtime.server.embeddings import EmbeddingRequest
 from slipway_runtime.server.fields import LONGEST_HEADER, header_of
 from slipway_runtime.server.messages_types import CountTokensRequest, MessagesRequest
-from slipway_runtime.server.openai_types import ChatRequest, CompletionRequest
+from slipway_runtime.server.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from slipway_runtime.server.responses_types import ResponsesRequest
 from slipway_runtime.server.tokenizer import load_tokenizer
 from tests.runtime.server.serving import Running, a_replica
@@ -71,6 +74,29 @@ def test_no_field_is_in_two_lists(kind: type[RequestBody]):
     for each in objects(kind):
         names = [*each.honoured(), *each.lists.refused, *each.lists.ignored]
         assert len(names) == len(set(names)), each
+
+
+@pytest.mark.parametrize(
+    ("kind", "least"),
+    [
+        (ChatRequest, {"messages": [ASK]}),
+        (CompletionRequest, {"prompt": "x"}),
+        (EmbeddingRequest, {"input": "x"}),
+        (ResponsesRequest, {"input": "x"}),
+        (MessagesRequest, {"messages": [ASK], "max_tokens": 8}),
+        (CountTokensRequest, {"messages": [ASK]}),
+        (TokenizeRequest, {"prompt": "x"}),
+        (DetokenizeRequest, {"tokens": [1]}),
+        (LoadLora, {"lora_name": "x", "lora_path": "/x"}),
+        (UnloadLora, {"lora_name": "x"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_null_field_is_an_absent_field(kind: type[RequestBody], least: dict[str, Any]):
+    """review/api-users.md 16: the law holds for the body of every endpoint."""
+    names = {*kind.honoured(), *kind.lists.refused, *kind.lists.ignored}
+
+    assert kind.model_validate(dict.fromkeys(names) | least) == kind.model_validate(least)
 
 
 def test_the_header_is_bounded_and_says_how_many_more():
