@@ -395,6 +395,8 @@ def _create_of(observed: Observed, revision: Revision, assignment: Assignment, w
             attempt=creation.attempt,
             access=port_access(observed, service, name),
             avoid_node=creation.avoid_node,
+            # A replica that tolerates the taint of a cordoned node would have to leave it again.
+            closed_nodes=sorted(node.name for node in observed.nodes.values() if node.cordoned),
             node_cache=observed.defaults.node_cache,
             user=observed.defaults.pod_user,
             placement=observed.defaults.placement,

@@ -4,7 +4,7 @@ The user's overlay is merged here, by name where it has names. It was checked ag
 (CEL), so it is taken as it is; what Slipway itself needs still wins: its labels, its environment, its mounts.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from slipway_api import names
@@ -25,6 +25,7 @@ from slipway_operator.core.service.replicas.placement import fill_placement
 from slipway_operator.core.service.rollout.revision import Revision, owner_reference
 
 PREFERRED: Final = "preferredDuringSchedulingIgnoredDuringExecution"
+REQUIRED: Final = "requiredDuringSchedulingIgnoredDuringExecution"
 # If NVIDIA's runtime is the node's default, a container without this variable sees all GPUs of the node.
 NO_GPU: Final = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
 OWN_MOUNTS: Final = {"tmp": "/tmp", "run": names.RUN_DIRECTORY, "cache": names.CACHE_DIRECTORY}  # noqa: S108  a mount
@@ -47,9 +48,11 @@ def build_pod(
     user: PodUser | None,
     placement: PlacementDefaults,
     avoid_node: str = "",
+    closed_nodes: Sequence[str] = (),
     node_cache: NodeCache | None = None,
 ) -> dict[str, Any]:
-    """The Pod that serves as this slot's replica; it prefers any other node to `avoid_node`.
+    """The Pod that serves as this slot's replica; it prefers any other node to `avoid_node`, and is never placed on
+    `closed_nodes`, even if it tolerates that they are cordoned.
 
     user: that of the installation's pods; None: the platform assigns it.
     placement: the installation's pull secrets, nodeSelector and tolerations; those of the template replace them.
@@ -79,7 +82,7 @@ def build_pod(
             "securityContext": _pod_security(overlay.spec, user),
             "topologySpreadConstraints": [_spread_over_nodes(service), *overlay.spec.topology_spread_constraints],
         }
-        | _placement(service, placement, avoid_node),
+        | _placement(service, placement, avoid_node, closed_nodes),
     }
 
 
@@ -290,12 +293,14 @@ def _spread_over_nodes(service: InferenceService) -> dict[str, Any]:
     }
 
 
-def _placement(service: InferenceService, defaults: PlacementDefaults, avoid_node: str) -> dict[str, Any]:
+def _placement(
+    service: InferenceService, defaults: PlacementDefaults, avoid_node: str, closed_nodes: Sequence[str]
+) -> dict[str, Any]:
     overlay, gpu = fill_placement(service.spec.template.spec, defaults), service.spec.resources.gpu
     product = {names.GPU_PRODUCT_LABEL: gpu.product} if gpu.count and gpu.product else {}
     return _if_any(
         nodeSelector=overlay.node_selector | product,
-        affinity=_affinity(overlay.affinity, avoid_node),
+        affinity=_away_from(_affinity(overlay.affinity, avoid_node), closed_nodes),
         tolerations=list(overlay.tolerations),
         priorityClassName=overlay.priority_class_name or service.spec.availability.priority_class_name,
         runtimeClassName=overlay.runtime_class_name,
@@ -315,6 +320,19 @@ def _affinity(affinity: Mapping[str, Any] | None, avoid_node: str) -> dict[str, 
     of_nodes = affinity.get("nodeAffinity") or {}
     preferred = [*(of_nodes.get(PREFERRED) or ()), term]
     return {**affinity, "nodeAffinity": {**of_nodes, PREFERRED: preferred}}
+
+
+def _away_from(affinity: dict[str, Any], nodes: Sequence[str]) -> dict[str, Any]:
+    """The affinity, with the requirement to be on none of these nodes. Terms are alternatives, so each one gets it."""
+    if not nodes:
+        return affinity
+    away = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
+    of_nodes = affinity.get("nodeAffinity") or {}
+    terms = (of_nodes.get(REQUIRED) or {}).get("nodeSelectorTerms")
+    # An empty term matches no node, and stays so.
+    closed = [{**term, "matchFields": [*(term.get("matchFields") or ()), *away]} for term in terms or () if term]
+    closed = closed or ([{}] if terms else [{"matchFields": away}])
+    return {**affinity, "nodeAffinity": {**of_nodes, REQUIRED: {"nodeSelectorTerms": closed}}}
 
 
 def _server_overlay(overlay: PodOverlay) -> ContainerOverlay:
