@@ -82,7 +82,7 @@ _MEANINGS: Final = {
         (_TRUE, AdapterReason.ON_DEMAND, "No replica has it now; the next request for it loads it."),
         (_UNKNOWN, AdapterReason.LOADING, "Replicas load it for the first time."),
         (_FALSE, AdapterReason.NO_READY_PODS, "No replica of the base is ready."),
-        (_FALSE, AdapterReason.BASE_NOT_FOUND, "There is no InferenceService of the name in spec.baseRef."),
+        (_FALSE, AdapterReason.BASE_NOT_FOUND, "No InferenceService has the name in spec.baseRef."),
         (_FALSE, AdapterReason.NAME_CONFLICT, "An older adapter or service has the name."),
         *((_FALSE, reason, meaning) for reason, meaning in FAILURE_MEANINGS.items()),
     ),

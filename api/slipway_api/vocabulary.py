@@ -110,7 +110,7 @@ _MEANINGS: Final = {
     ConditionType.CANARY_HEALTHY: (
         (_UNKNOWN, Reason.ANALYZING, "A new revision is on its way through gates, steps and analysis."),
         (_UNKNOWN, Reason.INCONCLUSIVE, "The analysis can tell neither success nor failure: the step holds."),
-        (_TRUE, Reason.PASSED, "The last new revision passed all its steps, or was promoted by hand."),
+        (_TRUE, Reason.PASSED, "The last new revision passed all its steps, or was promoted manually."),
         (_FALSE, Reason.FAILED, "The analysis failed, fewer times than failureLimit so far."),
         (_FALSE, Reason.ROLLED_BACK, "The revision that the spec asks for was rolled back or aborted; why."),
     ),
@@ -180,7 +180,7 @@ EVENTS: Final = {
     EventReason.BUDGET_EXCEEDED: "budget.maxGPUs keeps the number below what is wanted.",
     EventReason.SLO_EXCEEDED: "The last hour is above a limit of spec.slo; which, with its numbers.",
     EventReason.ERROR_BUDGET_BURNING: "An error budget is spent much faster than it lasts; the burn rates.",
-    EventReason.ERROR_BUDGET_EXHAUSTED: "An error budget is spent: new revisions wait, or are promoted by hand.",
+    EventReason.ERROR_BUDGET_EXHAUSTED: "An error budget is spent: new revisions wait, or are promoted manually.",
     EventReason.ADVICE: "A setting or a model is likely to be regretted; in mode Advisory: the number to set.",
     EventReason.PROGRESS_DEADLINE_EXCEEDED: "A rollout or first start made no progress for progressDeadlineSeconds.",
 }
