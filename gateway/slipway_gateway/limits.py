@@ -78,6 +78,7 @@ class Denied:
     limit: str  # requests, tokens or concurrency
     reason: str
     retry_after: float | None
+    amount: int = 0  # of the tenant, at all gateways together
 
 
 @dataclass(slots=True)
@@ -156,8 +157,7 @@ def _over_concurrency(tenant: Tenant, usage: Usage, gateways: int) -> Denied | N
     limit = tenant.concurrency
     if limit is None or usage.open < share(limit, gateways):
         return None
-    reason = f"{usage.open} requests are open at this gateway; {_limit(limit, 'at once', gateways)}"
-    return Denied("concurrency", reason, 1.0)
+    return Denied("concurrency", f"the limit is {limit} concurrent requests", 1.0, limit)
 
 
 def _over_rate(tenant: Tenant, usage: Usage, now: float, gateways: int) -> Denied | None:
@@ -167,8 +167,9 @@ def _over_rate(tenant: Tenant, usage: Usage, now: float, gateways: int) -> Denie
     part, used = share(limit, gateways), usage.requests.total(now)
     if used < part:
         return None
-    reason = f"{used} requests in the last minute at this gateway; {_limit(limit, 'requests a minute', gateways)}"
-    return Denied("requests", reason, usage.requests.seconds_until(now, part - 1))
+    return Denied(
+        "requests", f"the limit is {limit} requests a minute", usage.requests.seconds_until(now, part - 1), limit
+    )
 
 
 def _over_tokens(tenant: Tenant, usage: Usage, tokens: int, now: float, gateways: int) -> Denied | None:
@@ -181,13 +182,5 @@ def _over_tokens(tenant: Tenant, usage: Usage, tokens: int, now: float, gateways
     # One that is larger than this gateway's part is let through alone, or N gateways would refuse what one would take.
     if used + tokens <= part or used == 0:
         return None
-    reason = (
-        f"about {used} tokens in the last minute at this gateway, and this request needs about {tokens}; "
-        f"{_limit(limit, 'tokens a minute', gateways)}"
-    )
-    return Denied("tokens", reason, usage.tokens.seconds_until(now, max(0, part - tokens)))
-
-
-def _limit(limit: int, unit: str, gateways: int) -> str:
-    divided = f", divided by {gateways} gateways" if gateways > 1 else ""
-    return f"the limit is {limit} {unit}{divided}"
+    reason = f"this request needs about {tokens} tokens; the limit is {limit} tokens a minute"
+    return Denied("tokens", reason, usage.tokens.seconds_until(now, max(0, part - tokens)), limit)
