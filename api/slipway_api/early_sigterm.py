@@ -1,7 +1,7 @@
 """SIGTERM during the imports of a process, which take seconds on a busy node.
 
 To process 1 of a container the kernel delivers no signal that the process does not handle. Without a handler a
-container that is told to end while it starts would stay for the whole grace period of its pod, and then be killed.
+container that gets SIGTERM while it starts would stay for the whole grace period of its pod, and then be killed.
 """
 
 import os

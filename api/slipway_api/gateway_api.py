@@ -2,7 +2,7 @@
 
 | path               | method | token | query               | answer                                              |
 |--------------------|--------|-------|---------------------|-----------------------------------------------------|
-| /internal/demand   | GET    | yes   | after, wait_seconds | DemandReport: at once, or as soon as it has changed  |
+| /internal/demand   | GET    | yes   | after, wait_seconds | DemandReport: immediately, or when it changes     |
 | /internal/outcomes | GET    | yes   |                     | OutcomesReport: counters since the gateway's start   |
 
 JSON is camelCase by alias, as in `runtime_api`. The operator adds up the reports of all gateways.

@@ -70,7 +70,7 @@ class Drain(Struct):
     """Shortest time between the removal of a replica from routing and its stop, so that all routers have noticed it."""
     handover: bool = True
     """Streams that a lost replica, or one past its drain deadline, leaves unfinished continue on another replica of the
-    same revision. false: they end with an error event. The gateway obeys a change at once; no replica restarts."""
+    same revision. false: they end with an error event. A change takes effect immediately; no replica restarts."""
 
 
 class DirectAccess(StrEnum):
@@ -96,7 +96,7 @@ class Fallback(Struct):
     it; its own fallback comes after it. Requests that pin a revision, or name an adapter, stay with this service."""
     after_seconds: int = Field(default=3, ge=0, le=600)
     """How long a request waits for a ready replica of this service, and a streamed one for the first byte of its
-    answer. A request that this service refuses, or whose replicas fail, goes on at once."""
+    answer. A request that this service refuses, or whose replicas fail, moves on immediately."""
 
 
 class Hedging(Struct):
@@ -113,7 +113,7 @@ class Routing(Struct):
     strategy: RoutingStrategy = RoutingStrategy.PREFIX_CACHE
     """How the gateway chooses a replica. PrefixCache: the one that has the beginning of the prompt or the session in
     its cache, unless its load is too far above the least. LeastLoad: the one with the fewest outstanding tokens.
-    RoundRobin: one after the other. A change takes effect at once and restarts nothing."""
+    RoundRobin: one after the other. A change takes effect immediately and restarts nothing."""
     direct_access: DirectAccess | None = None
     """Open: every pod that can reach a replica may call it directly. GatewayOnly: a replica answers only the
     gateway, which shows a token; status.addresses then names no other way. If absent, status.directAccess applies: a
@@ -121,7 +121,7 @@ class Routing(Struct):
     replicas."""
     request_timeout_seconds: int = Field(default=600, ge=1, le=86_400)
     """How long a request may take from its arrival at the gateway to the last byte of its answer, streamed or not: then
-    an answer that has not begun is a 504, and a stream ends. The gateway obeys a change at once."""
+    an answer that has not begun is a 504, and a stream ends. The gateway applies a change immediately."""
     fallback: Fallback | None = None
     """Another service that answers when this one cannot in time. Absent: none does."""
     hedging: Hedging | None = None

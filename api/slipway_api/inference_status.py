@@ -139,7 +139,7 @@ class CapacityStatus(Struct):
     """The capacity of one replica."""
 
     max_sequences: int | None = Field(default=None, ge=0)
-    """Requests of full length that run at once: as many as fit the KV cache, at most maxNumSeqs."""
+    """Requests of full length that run concurrently: as many as fit the KV cache, at most maxNumSeqs."""
     kv_blocks: int | None = Field(default=None, ge=0)
     """Blocks of the KV cache."""
     bytes_per_token: int | None = Field(default=None, ge=0)

@@ -135,7 +135,7 @@ class Shape(Struct):
         Rule("self.heads % self.kvHeads == 0", "heads must be a multiple of kvHeads", ".kvHeads"),
         Rule(
             "has(self.headDim) && self.headDim > 0 || self.hiddenSize % self.heads == 0",
-            "headDim is needed where hiddenSize is no multiple of heads",
+            "headDim is needed where hiddenSize is not a multiple of heads",
             ".headDim",
         ),
         Rule(

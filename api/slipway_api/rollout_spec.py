@@ -21,7 +21,7 @@ class RollingUpdate(Struct):
     """Replicas below the desired number."""
     min_ready_seconds: int = Field(default=0, ge=0, le=3600)
     """How long a new replica has to be ready before the next old one leaves, as in a Deployment: its prefix cache fills
-    meanwhile. With maxSurge 1, one replica at a time is cold. Strategy RollingUpdate."""
+    in that time. With maxSurge 1, one replica at a time is cold. Strategy RollingUpdate."""
 
 
 class RolloutStrategy(StrEnum):
@@ -226,7 +226,7 @@ class Rollout(Struct):
 
     strategy: RolloutStrategy = RolloutStrategy.ROLLING_UPDATE
     """RollingUpdate: start new replicas, wait until they are ready, drain old ones. Canary: shift the traffic in
-    steps, with analysis. BlueGreen: start a second full set, switch at once. Recreate: drain all, then start."""
+    steps, with analysis. BlueGreen: start a second full set, switch immediately. Recreate: drain all, then start."""
     rolling_update: RollingUpdate = RollingUpdate()
     """How many replicas more or fewer a rollout may have, whatever the strategy."""
     canary: Canary | None = None

@@ -21,7 +21,7 @@ ignored and every field that may grow has a default, so that an older side under
 | /wake_up  | POST   | yes   |                             | SleepStatus                         |
 
 With `waitSeconds` the answer of a process that was never ready comes when it is, or after so long (2 s at most): the
-kubelet, which asks once a second, learns of it at once.
+kubelet, which asks once a second, learns of it immediately.
 """
 
 from collections.abc import Mapping
@@ -114,7 +114,7 @@ class Health(Body):
 class DrainRequest(Body):
     """Stop accepting and finish what runs. Asking again is harmless; a shorter deadline replaces a longer one.
 
-    `/ready` answers 503 at once. New requests are still accepted for `refuse_after_seconds`, because routers and
+    `/ready` answers 503 immediately. New requests are still accepted for `refuse_after_seconds`, because routers and
     kube-proxies learn of a pod that is not ready only after a while; after that they are refused with a 503.
     """
 

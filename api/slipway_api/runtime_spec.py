@@ -208,6 +208,6 @@ class Runtime(Struct):
     """How long a replica may take to become ready before it is started over."""
     upgrade_policy: UpgradePolicy = UpgradePolicy.ON_SPEC_CHANGE
     """When a service without runtime.image takes the image of a newer installation. OnSpecChange: with the next new
-    revision. Auto: at once. Window: in upgradeWindow. The upgrade is a rollout by spec.rollout, with its gates."""
+    revision. Auto: immediately. Window: in upgradeWindow. The upgrade is a rollout by spec.rollout, with its gates."""
     upgrade_window: UpgradeWindow | None = None
     """When an upgrade may begin; only with upgradePolicy Window."""

@@ -1,7 +1,7 @@
 """The field `spec.autoscaling.schedules` of an InferenceService: times at which more replicas are kept.
 
 A start is a cron expression of five fields in the schedule's time zone. What only a calendar can tell, such as the 30th
-of February or a time zone that does not exist, is no matter of the schema: a stored schedule that cannot be followed
+of February or a time zone that does not exist, is not checked by the schema: a stored schedule that cannot be followed
 makes the spec invalid, and the condition says why.
 """
 

@@ -1,4 +1,4 @@
-"""The WarmPool kind: pods that are started beforehand, so that a replica begins in seconds instead of minutes.
+"""The WarmPool kind: pods that are started in advance, so that a replica begins in seconds instead of minutes.
 
 | level    | its pods have                                                   | a claim                          |
 |----------|-----------------------------------------------------------------|----------------------------------|
@@ -74,7 +74,7 @@ class WarmPoolSpec(Struct):
         ),
         Rule(
             "!has(self.runtime) || self.runtime.upgradePolicy == 'OnSpecChange'",
-            "a pool has no upgradePolicy: its waiting pods follow its image at once",
+            "a pool has no upgradePolicy: its waiting pods follow its image immediately",
             ".runtime.upgradePolicy",
         ),
         Rule(

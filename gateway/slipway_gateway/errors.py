@@ -56,6 +56,7 @@ class Refusal(Exception):  # noqa: N818  a refusal is an answer, not a mistake
         self.message = message
         self.param = param
         self.retry_after = retry_after
+        self.headers: dict[str, str] = {}
         self.closes_connection = False  # another connection may reach another gateway
         self.is_lasting = False  # no repetition within minutes has another result
 
@@ -66,6 +67,7 @@ class Refusal(Exception):  # noqa: N818  a refusal is an answer, not a mistake
         if self.retry_after is not None:
             response.headers["Retry-After"] = str(self.retry_after)
             response.headers["retry-after-ms"] = str(self.retry_after * 1000)
+        response.headers.update(self.headers)
         if self.is_lasting:
             response.headers["x-should-retry"] = "false"  # read by the clients of OpenAI and Anthropic
         if self.status == 401:
@@ -126,7 +128,14 @@ def tenant_limit(denied: Denied) -> Refusal:
     message = f"Limit reached: {denied.reason}."
     if denied.retry_after is None:
         return Refusal(400, "BadRequestError", message)
-    return Refusal(429, "RateLimitError", message, retry_after=max(1, math.ceil(denied.retry_after)))
+    seconds = max(1, math.ceil(denied.retry_after))
+    refusal = Refusal(429, "RateLimitError", f"{message} Try again in {seconds} s.", retry_after=seconds)
+    if denied.limit in ("requests", "tokens"):  # as OpenAI names them, which has no header for concurrency
+        refusal.headers = {
+            f"x-ratelimit-limit-{denied.limit}": str(denied.amount),
+            f"x-ratelimit-reset-{denied.limit}": f"{seconds}s",
+        }
+    return refusal
 
 
 def tenants_unreadable() -> Refusal:

@@ -79,6 +79,7 @@ class Denied:
     limit: str  # requests, tokens or concurrency
     reason: str
     retry_after: float | None
+    amount: int = 0  # of the tenant, at all gateways together
 
 
 @dataclass(slots=True)
@@ -159,7 +160,7 @@ def _over_concurrency(tenant: Tenant, usage: Usage, gateways: int) -> Denied | N
         return None
     are_open = count(usage.open, "request is", "requests are")
     reason = f"{are_open} open at this gateway; {_limit(f'{limit} at the same time', gateways)}"
-    return Denied("concurrency", reason, 1.0)
+    return Denied("concurrency", reason, 1.0, limit)
 
 
 def _over_rate(tenant: Tenant, usage: Usage, now: float, gateways: int) -> Denied | None:
@@ -171,7 +172,7 @@ def _over_rate(tenant: Tenant, usage: Usage, now: float, gateways: int) -> Denie
         return None
     minute = f"{count(limit, 'request')} a minute"
     reason = f"{count(used, 'request')} in the last minute at this gateway; {_limit(minute, gateways)}"
-    return Denied("requests", reason, usage.requests.seconds_until(now, part - 1))
+    return Denied("requests", reason, usage.requests.seconds_until(now, part - 1), limit)
 
 
 def _over_tokens(tenant: Tenant, usage: Usage, tokens: int, now: float, gateways: int) -> Denied | None:
@@ -192,7 +193,7 @@ def _over_tokens(tenant: Tenant, usage: Usage, tokens: int, now: float, gateways
         f"about {count(used, 'token')} in the last minute at this gateway, and this request needs about {tokens}; "
         f"{_limit(minute, gateways)}"
     )
-    return Denied("tokens", reason, usage.tokens.seconds_until(now, max(0, part - tokens)))
+    return Denied("tokens", reason, usage.tokens.seconds_until(now, max(0, part - tokens)), limit)
 
 
 def _limit(limit: str, gateways: int) -> str:

@@ -274,8 +274,13 @@ async def test_gateways_divide_a_limit(tmp_path):
     async with Runtime() as runtime, a_tenanted_gateway(runtime, files, gateways=2) as gateway:
         await ask(gateway)
         await ask(gateway)
-        with pytest.raises(openai.RateLimitError, match="divided by 2 gateways"):
+        with pytest.raises(openai.RateLimitError, match="the limit is 4 requests a minute") as refusal:
             await ask(gateway)
+        # review/shipping.md 34: the message showed internals, and the headers that OpenAI's clients read were missing.
+        headers = refusal.value.response.headers
+        assert "gateway" not in refusal.value.message
+        assert headers["x-ratelimit-limit-requests"] == "4"
+        assert headers["x-ratelimit-reset-requests"] == f"{headers['Retry-After']}s"
 
 
 @pytest.mark.capability("API-8", "MT-1")

@@ -279,7 +279,7 @@ subjects:
 {{- end }}
 # Children. get: to leave alone what the operator did not make. delete: the API server asks for it before an owner may
 # change, which happens when a service is deleted and applied again before its old children are collected. list: a new
-# leader compares all of them at once.
+# leader compares all of them together.
 - apiGroups: [""]
   resources: [configmaps]
   verbs: [get, create, patch, delete]
