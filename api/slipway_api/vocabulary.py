@@ -363,7 +363,7 @@ _CAUSES: Final[dict[ConditionType, tuple[tuple[ConditionStatus, Reason, Cause], 
             Cause(
                 "Replicas computed NaN or infinite logits; the message names them and the number of requests.",
                 Helper.AUTHOR,
-                "Check the checkpoint, spec.runtime.dtype and the adapters; set spec.restartAt to replace the replicas.",
+                "Check the checkpoint, spec.runtime.dtype and adapters; spec.restartAt replaces the replicas.",
             ),
         ),
     ),

@@ -10,6 +10,7 @@ import re
 import tarfile
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
@@ -57,17 +58,17 @@ def collect_bundle(cluster: Cluster, release_namespace: str) -> dict[str, Any]:
         "nodes": read("nodes", cluster.nodes, []),
     }
     for kind, plural in KINDS.items():
-        files[plural] = read(plural, lambda kind=kind: cluster.objects(kind), [])
+        files[plural] = read(plural, partial(cluster.objects, kind), [])
     with_logs = [*system, *pods]
     for pod in with_logs[:LOGGED_PODS]:
-        files |= read("logs", lambda pod=pod: _logs(cluster, pod, read), {})
+        files |= read("logs", partial(_logs, cluster, pod, read), {})
     if len(with_logs) > LOGGED_PODS:
         missing["logs"] = f"of {len(with_logs)} pods, the logs of the first {LOGGED_PODS} are in the bundle"
     for pod in system:
         metadata = pod["metadata"]
         if metadata.get("labels", {}).get("app.kubernetes.io/component") == "gateway":
             part = f"routes/{metadata['name']}"
-            files[part] = read(part, lambda pod=pod: cluster.gateway_routes(pod))
+            files[part] = read(part, partial(cluster.gateway_routes, pod))
     files["not-collected"] = missing
     return {name: content for name, content in files.items() if content is not None}
 
@@ -84,7 +85,7 @@ def _logs(cluster: Cluster, pod: Mapping[str, Any], read: Callable[[str, Callabl
         runs += [("-previous", True)] if status.get("restartCount") else []
         for suffix, previous in runs:
             part = f"logs/{name}-{container}{suffix}.log"
-            text = read(part, lambda c=container, p=previous: cluster.log(namespace, name, c, previous=p))
+            text = read(part, partial(cluster.log, namespace, name, container, previous=previous))
             if text is not None:
                 found[part] = text
     return found

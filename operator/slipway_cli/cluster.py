@@ -136,7 +136,7 @@ class Cluster:
         volumes = {one["name"]: one for one in pod["spec"]["volumes"]}
         secret = volumes["gateway-key"]["secret"]["secretName"]
         with _explained(f"Secret {namespace}/{secret}"):
-            key = self._core.read_namespaced_secret(secret, namespace).data["current"]
+            key = (self._core.read_namespaced_secret(secret, namespace).data or {})["current"]
         token = admin_token(base64.b64decode(key).strip(), namespace, name)
         path = f"/api/v1/namespaces/{namespace}/pods/{name}:{names.ADMIN_PORT}/proxy/debug/routes"
         with _explained(f"routes of {namespace}/{name}"):

@@ -117,7 +117,7 @@ def part_of(config: ModelConfig, size: int, rank: int = 0) -> ModelConfig:
 
     def inner(count: int) -> int:
         own = share.of_features(count)
-        return own.stop - own.start
+        return int(own.stop - own.start)
 
     return replace(
         config,
