@@ -137,6 +137,13 @@ def refusing_the_operators_token() -> Said:
     return said_in(passes(service, (a_pod(service=service).ready().but(refuses_token=True),)))
 
 
+def with_invalid_logits() -> Said:
+    service = one()
+    says = a_pod(service=service).ready().says()
+    assert says.replica.sample is not None
+    return said_in(passes(service, (says.but(sample=replace(says.replica.sample, invalid_logits=3)),)))
+
+
 def likely_to_be_regretted() -> Said:
     return said_in(passes(a_service(uri="hf://org/model"), ()))
 
@@ -340,6 +347,7 @@ SCENARIOS: list[Callable[[], Said]] = [
     first_start,
     stalled,
     refusing_the_operators_token,
+    with_invalid_logits,
     likely_to_be_regretted,
     one_name_for_two_services,
     a_warm_pool,
