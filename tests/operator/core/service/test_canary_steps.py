@@ -244,7 +244,26 @@ def test_the_split_between_two_revisions(pods, weight, expected):
     ready = [a_pod(hash).slot(slot).ready().replica for hash, count in pods.items() for slot in range(count)]
     members = judge(ready, {}, startup_timeout=minutes(30), now=T0)
     between = rollout.Revisions(update="new", stable="old", is_stored=True)
-    assert rollout.split_weights(members, list(pods), between, weight=weight) == expected
+    assert rollout.split_weights(members, list(pods), between, weight=weight, recorded={}) == expected
+
+
+@pytest.mark.parametrize(
+    ("pods", "weight", "recorded", "expected"),
+    [
+        ({"old": 0, "new": 0, "canary": 2}, 0, {"old": 0, "canary": 100}, {"old": 0, "new": 0, "canary": 100}),
+        ({"old": 0, "new": 1, "canary": 2}, 0, {"old": 0, "canary": 100}, {"old": 0, "new": 0, "canary": 100}),
+        ({"old": 1, "new": 0, "canary": 2}, 0, {"old": 0, "canary": 100}, {"old": 100, "new": 0, "canary": 0}),
+        ({"old": 0, "new": 0, "canary": 2}, 0, {"old": 100, "canary": 0}, {"old": 100, "new": 0, "canary": 0}),
+    ],
+    ids=["only it serves", "the new one has not passed its gates", "the stable one is back", "it never had any"],
+)
+def test_a_third_revision_keeps_its_traffic_while_neither_of_the_two_can_serve(pods, weight, recorded, expected):
+    """review/control-plane.md 17: the spec is edited again while a canary serves for a lost stable revision."""
+    ready = [a_pod(hash).slot(slot).ready().replica for hash, count in pods.items() for slot in range(count)]
+    members = judge(ready, {}, startup_timeout=minutes(30), now=T0)
+    between = rollout.Revisions(update="new", stable="old", is_stored=True)
+
+    assert rollout.split_weights(members, list(pods), between, weight=weight, recorded=recorded) == expected
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,7 @@ def split_step(
     update_wanted: int,
     stable_wanted: int,
     weight: int,
+    recorded: Mapping[str, int],
     is_finished: bool,
 ) -> RolloutStep:
     """The next step where both revisions serve side by side, with so many replicas each and `weight` % for the new one.
@@ -160,7 +161,7 @@ def split_step(
         stable_up_to=len(stable_live) + rebuild_now,
         stable_wanted=len(stable_live) + rebuild,
         replace_broken_stable=new_waits_for_node,
-        weights=split_weights(members, sorted(hashes), revisions, weight=weight),
+        weights=split_weights(members, sorted(hashes), revisions, weight=weight, recorded=recorded),
         update_wanted=update_wanted,
     )
 
@@ -234,15 +235,26 @@ def warming_step(step: RolloutStep) -> RolloutStep:
 
 
 def split_weights(
-    members: Sequence[Member], revisions: Sequence[str], between: Revisions, *, weight: int
+    members: Sequence[Member],
+    revisions: Sequence[str],
+    between: Revisions,
+    *,
+    weight: int,
+    recorded: Mapping[str, int],
 ) -> dict[str, int]:
     """Percent of the traffic: `weight` for the new revision, the rest for the stable one, nothing for any other.
 
-    Where only the new one has ready replicas, and it has a weight, it takes all; without a weight it has not passed its
-    gates, and takes nothing.
+    If only the new one has ready replicas, and it has a weight, it takes all; without a weight it has not passed its
+    gates, and takes nothing. If neither can serve, third revisions with traffic by the `recorded` weights keep it: the
+    spec was edited again while their canary served for a lost stable revision.
     """
     ready_stable = any(one.is_ready and one.replica.revision == between.stable for one in members)
     ready_new = any(one.is_ready and one.replica.revision == between.update for one in members)
+    if not ready_stable and not (ready_new and weight):
+        pair = {between.stable, between.update}
+        others = [one for one in members if one.replica.revision not in pair and recorded.get(one.replica.revision)]
+        if any(one.is_ready for one in others):
+            return dict.fromkeys(revisions, 0) | weights(others, sorted(recorded), current=between.stable)
     if ready_new and not ready_stable and weight:
         weight = 100
     elif ready_stable and not ready_new:

@@ -69,7 +69,7 @@ def _roll_without_tests(
     """A first start, the way back to a revision that served, or nothing to roll."""
     step = _common_step(observed, members, between, desired)
     status, strategy = observed.service.status, observed.service.spec.rollout.strategy
-    recorded = dict.fromkeys(step.weights, 0) | {one.hash: one.weight for one in status.revisions}
+    recorded = dict.fromkeys(step.weights, 0) | _recorded_weights(observed)
     had_all = not any(weight for hash, weight in recorded.items() if hash != between.update)
     is_return = status.current_revision == between.update
     if is_return and (strategy in (RolloutStrategy.CANARY, RolloutStrategy.BLUE_GREEN) or had_all):
@@ -245,8 +245,14 @@ def _step_of(
         update_wanted=wanted,
         stable_wanted=stable,
         weight=weight,
+        recorded=_recorded_weights(observed),
         is_finished=is_finished,
     )
+
+
+def _recorded_weights(observed: Observed) -> dict[str, int]:
+    """Percent of the traffic that each revision had in the status of the previous pass."""
+    return {one.hash: one.weight for one in observed.service.status.revisions}
 
 
 def _common_step(observed: Observed, members: Sequence[Member], between: Revisions, desired: int) -> RolloutStep:
@@ -270,6 +276,7 @@ def _not_begun(
         update_wanted=0,
         stable_wanted=desired,
         weight=0,
+        recorded=_recorded_weights(observed),
         is_finished=False,
     )
     holds = f"paused by {pause} before it began"
