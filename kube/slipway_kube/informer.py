@@ -92,11 +92,11 @@ class Informer(Generic[T]):
         return self._cache.view.get((namespace, name))
 
     def on_change(self, callback: OnChange[T]) -> None:
-        """Call `listener` on every change from now on."""
+        """Call `callback` on every change from now on."""
         self._callbacks.append(callback)
 
     def on_relist(self, callback: Callable[[], None]) -> None:
-        """Call `listener` after each list but the first: the watch could not be resumed, or `refresh` was called."""
+        """Call `callback` after each list but the first: the watch could not be resumed, or `refresh` was called."""
         self._relist_callbacks.append(callback)
 
     def age(self) -> float:

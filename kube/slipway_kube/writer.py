@@ -227,27 +227,6 @@ class Writer:
             self.expectations.retract_label(uid)
             raise
 
-    async def apply_status(
-        self,
-        resource: Resource,
-        namespace: str,
-        name: str,
-        status: dict[str, Any],
-        *,
-        field_manager: str,
-        last: dict[str, Any] | None = None,
-    ) -> bytes | None:
-        """Server-side apply of a whole status; skipped (None) when `status == last`."""
-        return await self.apply(
-            resource,
-            namespace,
-            name,
-            {"status": status},
-            field_manager=field_manager,
-            last=None if last is None else {"status": last},
-            subresource="status",
-        )
-
     async def json_patch(
         self, resource: Resource, namespace: str, name: str, operations: list[dict[str, Any]], *, subresource: str = ""
     ) -> bytes:

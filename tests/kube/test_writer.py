@@ -50,7 +50,6 @@ async def test_a_standby_writes_nothing():
         writer.create(PODS, "team", a_pod("x"), owner=CHAT),
         writer.delete(PODS, "team", "x", uid="u", owner=CHAT),
         writer.apply(PODS, "team", "x", {}, field_manager="m"),
-        writer.apply_status(INFERENCE_SERVICES, "team", "chat", {}, field_manager="m"),
         writer.json_patch(PODS, "team", "x", []),
         writer.merge_patch(PODS, "team", "x", {}),
     ):
@@ -176,14 +175,14 @@ async def test_an_apply_of_what_is_applied_already_is_not_sent():
     server, told = FakeApiServer(), []
     server.put(INFERENCE_SERVICES, {"metadata": {"name": "chat", "namespace": "team"}, "spec": {}})
     writer = a_writer(server, on_write=lambda write, outcome: told.append(outcome))
-    status = {"conditions": [{"type": "Ready", "status": "True"}]}
-    apply = {"field_manager": "slipway-operator"}
+    body = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
+    apply = {"field_manager": "slipway-operator", "subresource": "status"}
 
-    assert await writer.apply_status(INFERENCE_SERVICES, *CHAT, status, **apply) is not None
-    assert await writer.apply_status(INFERENCE_SERVICES, *CHAT, dict(status), last=status, **apply) is None
+    assert await writer.apply(INFERENCE_SERVICES, *CHAT, body, **apply) is not None
+    assert await writer.apply(INFERENCE_SERVICES, *CHAT, dict(body), last=body, **apply) is None
     assert len(server.writes()) == 1
     assert told == ["ok", "skipped"]
-    assert server.get(INFERENCE_SERVICES, *CHAT)["status"] == status
+    assert server.get(INFERENCE_SERVICES, *CHAT)["status"] == body["status"]
 
 
 async def test_a_dry_run_changes_nothing_and_expects_nothing():

@@ -174,19 +174,19 @@ class Caches:
         return self.pod_informer.age()
 
     def on_object_change(self, kind: str, callback: OnChange) -> None:
-        """Call `listener(key, old, new)` after each change of an object of this kind."""
+        """Call `callback(key, old, new)` after each change of an object of this kind."""
         self._object_listeners[kind].append(callback)
 
     def on_pod_change(self, callback: OnPodChange) -> None:
-        """Call `listener(change, old, new, services)` after each change of a pod."""
+        """Call `callback(change, old, new, services)` after each change of a pod."""
         self._pod_listeners.append(callback)
 
     def on_revision_change(self, callback: OnRevisionChange) -> None:
-        """Call `listener(services)` after each change of a ControllerRevision."""
+        """Call `callback(services)` after each change of a ControllerRevision."""
         self._revision_listeners.append(callback)
 
     def on_node_change(self, callback: OnNodeChange) -> None:
-        """Call `listener(old, new)` after each change of a node."""
+        """Call `callback(old, new)` after each change of a node."""
         self._node_listeners.append(callback)
 
     def on_namespace(self, callback: Callable[[str], None]) -> None:

@@ -14,7 +14,7 @@ minute, when they grew by a tenth or the budget moved by a percent, and after an
 that is killed had not written is lost.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -291,8 +291,3 @@ def _short(time: timedelta) -> str:
 def window_name(time: timedelta) -> str:
     """The window as metrics name it: `5m`, `1h`."""
     return _short(time)
-
-
-def objectives_of(of: Sequence[Level]) -> dict[str, Level]:
-    """The levels by the name of their objective."""
-    return {level.objective.value: level for level in of}
