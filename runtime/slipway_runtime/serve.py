@@ -335,7 +335,9 @@ def _model(
         source=AdapterSource(
             partial(_fetch_adapter, settings),
             partial(release, cache=settings.cache_directory),
-            roots=adapter_roots(settings.cache_directory, fetched.directory),
+            roots=adapter_roots(
+                settings.cache_directory, fetched.directory, named=[one.uri for one in settings.adapters]
+            ),
         ),
         clock=time.monotonic,
     )

@@ -22,7 +22,7 @@ Files of adapters are fetched from their address, and released in the cache:
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -122,10 +122,14 @@ class AdapterSource:
         return path
 
 
-def adapter_roots(cache: Path, model: Path) -> tuple[Path, ...]:
-    """The allowed folders of local adapters: the cache, the operator's mounts, and the parent folder of the model."""
+def adapter_roots(cache: Path, model: Path, named: Iterable[str] = ()) -> tuple[Path, ...]:
+    """The allowed folders of local adapters: the cache, the operator's mounts, and the parent folder of the model.
+
+    `named`: addresses on the command line. Whoever starts the process may load from any folder.
+    """
     beside = (model.parent,) if model.parent != model.parent.parent else ()  # never `/`, the parent of `/model`
-    return (cache, Path("/mnt/slipway"), *beside)
+    typed = [Path(uri.removeprefix("file://")) for uri in named if uri.startswith(("file://", "/"))]
+    return (cache, Path("/mnt/slipway"), *beside, *typed)
 
 
 def redact_paths(sentence: str, path: Path) -> str:

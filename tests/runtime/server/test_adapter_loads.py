@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from slipway_runtime.server import adapter_registry
+from slipway_runtime.server.adapter_registry import adapter_roots
 from slipway_runtime.server.errors import ApiError
 from tests.runtime.adapter_folders import an_adapter
 from tests.runtime.server.serving import TINY, Running, a_replica
@@ -36,6 +37,15 @@ def engine_paths(replica: Running) -> dict[str, Path]:
     loader = replica.steps._engine._adapters
     assert loader is not None
     return loader._paths
+
+
+def test_an_adapter_on_the_command_line_may_lie_in_any_folder_and_opens_only_that_one():
+    """review/peer-suites.md 10"""
+    usual = adapter_roots(Path("/cache"), Path("/models/a/tiny"))
+
+    roots = adapter_roots(Path("/cache"), Path("/models/a/tiny"), named=["file:///data/sailor", "hf://org/adapter"])
+
+    assert roots == (*usual, Path("/data/sailor"))
 
 
 @pytest.mark.capability("ML-4", "SE-2")

@@ -60,6 +60,14 @@ async def test_an_input_is_answered_as_chat_answers_it(replica: Running):
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
 
 
+async def test_a_response_has_the_required_fields_of_open_responses(replica: Running):
+    """review/peer-suites.md 9"""
+    body = (await replica.post("/v1/responses", ASK)).json()
+
+    assert body["created_at"] <= body["completed_at"]
+    assert (body["presence_penalty"], body["frequency_penalty"]) == (0.0, 0.0)
+
+
 async def test_instructions_and_items_are_the_conversation(replica: Running):
     earlier = (await replica.openai.responses.create(**ASK | {"input": "Hello!"})).output
     messages = [
