@@ -63,6 +63,9 @@ def opencode(url: str, home: Path) -> tuple[list[str], dict[str, str]]:
     return ["opencode", "run", "--model", f"slipway/{MODEL_NAME}", PROMPT], environment
 
 
+PROGRAMS = (codex, claude, opencode)
+
+
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the installed programs' commands."""
@@ -84,7 +87,7 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 @pytest.mark.capability("API-26")
 @pytest.mark.parametrize("server", ["runtime", "gateway"])
-@pytest.mark.parametrize("program", [codex, claude, opencode], ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_a_program_runs_the_command_and_prints_the_answer(
     program: Callable[[str, Path], tuple[list[str], dict[str, str]]],
     server: str,

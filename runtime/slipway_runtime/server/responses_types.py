@@ -237,7 +237,8 @@ class OtherTool(RequestBody):
 
 
 def _kind_of_tool(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else None
+    # pydantic asks for dicts of a request, and for models when a response repeats them.
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     return kind if kind in ("function", "namespace") else "other"
 
 
