@@ -9,9 +9,11 @@ import base64
 import json
 import re
 import uuid
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any
 
 from tests.fake_apply import Owners, apply_patch, copied, release_changed
@@ -93,8 +95,9 @@ class Store:
         self, version: int, kind: str, namespace: str, matches: Callable[[Object], bool]
     ) -> Iterator[tuple[int, str, Object]]:
         """(version, type, object) as a watch with that selector sees them: leaving the selection is a deletion."""
-        for step in self.history:
-            if step.version <= version or step.kind != kind:
+        first = bisect_right(self.history, version, key=lambda step: step.version)
+        for step in islice(self.history, first, None):
+            if step.kind != kind:
                 continue
             some = step.new or step.old
             assert some is not None
@@ -110,6 +113,11 @@ class Store:
                 gone = copied(step.at_deletion or step.old)
                 gone["metadata"]["resourceVersion"] = str(step.version)
                 yield step.version, "DELETED", gone
+
+    def kinds_changed_after(self, version: int) -> set[str]:
+        """The kinds that have changes in the history after a version."""
+        first = bisect_right(self.history, version, key=lambda step: step.version)
+        return {step.kind for step in islice(self.history, first, None)}
 
     # Writing
 

@@ -53,6 +53,9 @@ from tests.fake_store import Object, Refused, Store
 class _Watch:
     """One open watch."""
 
+    kind: str
+    version: int  # the lines up to here were sent, or are of other kinds
+    news: asyncio.Event = field(default_factory=asyncio.Event)
     sent: list[bytes] = field(default_factory=list)
     extra: list[bytes] = field(default_factory=list)  # to send out of turn
     dropped: bool = False
@@ -74,7 +77,7 @@ class FakeApiServer:
         self.url = ""
         self._down = False
         self._watches: set[_Watch] = set()
-        self._news = asyncio.Event()
+        self._told_version = 0
         self._runner: web.AppRunner | None = None
 
     async def __aenter__(self) -> Self:
@@ -155,7 +158,7 @@ class FakeApiServer:
     def drop_watches(self) -> None:
         for watch in self._watches:
             watch.dropped = True
-        self._tell()
+            watch.news.set()
 
     def stall_watches(self) -> None:
         for watch in self._watches:
@@ -164,12 +167,12 @@ class FakeApiServer:
     def repeat(self, count: int = 1) -> None:
         for watch in self._watches:
             watch.extra += watch.sent[-count:]
-        self._tell()
+            watch.news.set()
 
     def bookmark(self) -> None:
         for watch in self._watches:
             watch.wants_bookmark = True
-        self._tell()
+            watch.news.set()
 
     async def watched(self, count: int = 1) -> None:
         """Return when so many watches are open."""
@@ -226,22 +229,23 @@ class FakeApiServer:
         loop = asyncio.get_running_loop()
         ends = loop.time() + float(request.params.get("timeoutSeconds") or 3600)
         bookmark_at = loop.time() + BOOKMARK_SECONDS  # also of a watch that others' news wake, and never its own
-        this = _Watch()
+        this = _Watch(route.kind, version)
+        this.news.set()
         self._watches.add(this)
         try:
             while not this.dropped:
-                news = self._news
-                if version < self.store.compacted:
+                this.news.clear()
+                if this.version < self.store.compacted:
                     yield watch_line("ERROR", msgspec.json.decode(refusal(_too_old()).body))
                     return
                 if not this.stalled:
                     told = self.store.version  # what is written while these lines are read comes with the next ones
-                    for line in self._news_for(this, route, matches, version):
+                    for line in self._news_for(this, route, matches):
                         yield line
-                    version = max(version, told)
+                    this.version = max(this.version, told)
                 try:
                     async with asyncio.timeout_at(min(ends, bookmark_at)):
-                        await news.wait()
+                        await this.news.wait()
                 except TimeoutError:
                     if loop.time() >= ends:
                         return
@@ -251,9 +255,9 @@ class FakeApiServer:
         finally:
             self._watches.discard(this)
 
-    def _news_for(self, this: _Watch, route: Route, matches: Matcher, version: int) -> list[bytes]:
+    def _news_for(self, this: _Watch, route: Route, matches: Matcher) -> list[bytes]:
         lines, this.extra = this.extra, []
-        for _, kind, one in self.store.events_after(version, route.kind, route.namespace, matches):
+        for _, kind, one in self.store.events_after(this.version, route.kind, route.namespace, matches):
             lines.append(watch_line(kind, one))
             this.sent.append(lines[-1])
         if this.wants_bookmark:
@@ -331,8 +335,16 @@ class FakeApiServer:
         return one
 
     def _tell(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        """Wake the watches that have something to read. Most replies concern few of the open watches."""
+        if self._told_version == self.store.version:
+            return
+        is_compacted = self._told_version < self.store.compacted  # then nobody knows what has changed
+        changed, self._told_version = self.store.kinds_changed_after(self._told_version), self.store.version
+        for watch in self._watches:
+            if is_compacted or watch.kind in changed:
+                watch.news.set()
+            elif not watch.stalled and not watch.news.is_set():
+                watch.version = self.store.version
 
     # HTTP
 
