@@ -246,7 +246,7 @@ def test_ranks_end_when_nothing_refers_to_them(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3: the 2 key-value heads cannot be divided by it"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3: a rank needs the same number of the 4 query heads"),
         ({"tensor_parallel_size": 0}, "at least 1 rank"),
         ({"tensor_parallel_size": 4, "deterministic": True}, "not possible with 4 ranks"),
     ],
