@@ -109,7 +109,7 @@ FAILURE_CAUSES: Final = {
     ),
 }
 BASE_NOT_FOUND: Final = Cause(
-    "There is no InferenceService of the name in spec.baseRef.",
+    "No InferenceService has the name in spec.baseRef.",
     Helper.AUTHOR,
     "Create the InferenceService, or correct spec.baseRef.name.",
 )
