@@ -158,9 +158,7 @@ def _over_concurrency(tenant: Tenant, usage: Usage, gateways: int) -> Denied | N
     limit = tenant.concurrency
     if limit is None or usage.open < share(limit, gateways):
         return None
-    are_open = count(usage.open, "request is", "requests are")
-    reason = f"{are_open} open at this gateway; {_limit(f'{limit} at the same time', gateways)}"
-    return Denied("concurrency", reason, 1.0, limit)
+    return Denied("concurrency", f"the limit is {count(limit, 'concurrent request')}", 1.0, limit)
 
 
 def _over_rate(tenant: Tenant, usage: Usage, now: float, gateways: int) -> Denied | None:
@@ -170,8 +168,7 @@ def _over_rate(tenant: Tenant, usage: Usage, now: float, gateways: int) -> Denie
     part, used = share(limit, gateways), usage.requests.total(now)
     if used < part:
         return None
-    minute = f"{count(limit, 'request')} a minute"
-    reason = f"{count(used, 'request')} in the last minute at this gateway; {_limit(minute, gateways)}"
+    reason = f"the limit is {count(limit, 'request')} a minute"
     return Denied("requests", reason, usage.requests.seconds_until(now, part - 1), limit)
 
 
@@ -180,22 +177,10 @@ def _over_tokens(tenant: Tenant, usage: Usage, tokens: int, now: float, gateways
     if limit is None or not tokens:
         return None
     part, used = share(limit, gateways), usage.tokens.total(now)
+    reason = f"this request needs about {count(tokens, 'token')}; the limit is {count(limit, 'token')} a minute"
     if tokens > limit:
-        needed = count(tokens, "token")
-        return Denied(
-            "tokens", f"this request needs about {needed}; the limit is {count(limit, 'token')} a minute", None
-        )
+        return Denied("tokens", reason, None)
     # One that is larger than this gateway's part is let through alone, or N gateways would refuse what one would take.
     if used + tokens <= part or used == 0:
         return None
-    minute = f"{count(limit, 'token')} a minute"
-    reason = (
-        f"about {count(used, 'token')} in the last minute at this gateway, and this request needs about {tokens}; "
-        f"{_limit(minute, gateways)}"
-    )
     return Denied("tokens", reason, usage.tokens.seconds_until(now, max(0, part - tokens)), limit)
-
-
-def _limit(limit: str, gateways: int) -> str:
-    divided = f", divided by {count(gateways, 'gateway')}" if gateways > 1 else ""
-    return f"the limit is {limit}{divided}"

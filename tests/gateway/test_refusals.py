@@ -76,7 +76,7 @@ async def test_concurrency_is_judged_before_the_body_too_and_frees_itself(tmp_pa
         while not runtime.requests:  # noqa: ASYNC110  what is waited for happens inside sockets and has no event
             await asyncio.sleep(0.005)
         for _ in range(3):
-            with pytest.raises(openai.RateLimitError, match="1 request is open"):
+            with pytest.raises(openai.RateLimitError, match="the limit is 1 concurrent request"):
                 await ask(gateway)
         assert len(parsed) == 1
         runtime.allow(100)

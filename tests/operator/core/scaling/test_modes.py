@@ -2,6 +2,7 @@
 
 import pytest
 
+from slipway_api.words import count
 from slipway_operator.core.actions import SetReplicas
 from slipway_operator.core.service.plan import plan
 from tests.builders import T0, a_service, edited, promised, seen
@@ -25,7 +26,7 @@ def told(world: SimulatedCluster) -> tuple[str, str, str]:
 @pytest.mark.parametrize(("replicas", "held"), [(2, 2), (None, 1)], ids=["spec.replicas", "the present number"])
 def test_advisory_says_what_it_would_do_and_changes_nothing(replicas, held):
     world = a_world(replicas=replicas, autoscaling={"mode": "Advisory", "maxReplicas": 5})
-    assert told(world) == ("True", "Advisory", f"Slipway would keep {held} replicas; it only advises")
+    assert told(world) == ("True", "Advisory", f"Slipway would keep {count(held, 'replica')}; it only advises")
     world.run(30)  # values are written once a minute
 
     world.load = shared(kv=3.6, running=9, waiting=9)

@@ -329,10 +329,10 @@ def test_requests_beyond_the_bounds_are_told_with_their_number_and_the_limit():
     first, second = [one for one in world.events if one.reason == "ActivationQueueFull"]
     assert first.reason.type == "Warning"
     assert first.message == (
-        "2 requests refused while 10 wait for the first replica: each gateway holds at most 10 requests and 256Mi "
+        "2 requests were refused while 10 wait for the first replica: each gateway holds at most 10 requests and 256Mi "
         "(scaleToZero.activation)"
     )
-    assert second.message.startswith("3 requests refused while 10 wait")
+    assert second.message.startswith("3 requests were refused while 10 wait")
 
     world.run(400)
     assert len(world.ready) == 1
