@@ -58,7 +58,7 @@ def adapter_files(path: Path, roots: Sequence[Path] = ()) -> AdapterFiles:
     if roots and not any(folder.is_relative_to(root.resolve()) for root in roots):
         raise AdapterRefusedError("the adapter lies outside the directories that adapters may be loaded from")
     if not folder.is_dir():
-        raise AdapterNotFoundError(f"there is no directory {path}")
+        raise AdapterNotFoundError("there is no directory at the adapter's path")
     if not (folder / WEIGHTS).exists():
         for name in _PICKLES:
             if (folder / name).exists():
