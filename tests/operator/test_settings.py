@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from slipway_api.inference_service import DirectAccess
+from slipway_operator.core.observed import PlacementDefaults
 from slipway_operator.settings import OperatorSettings, explain
 
 VARIABLES = [str(field.validation_alias) for field in OperatorSettings.model_fields.values()]
@@ -54,6 +55,7 @@ def test_every_variable_reaches_its_setting(monkeypatch):
         "SLIPWAY_MODEL_CACHE_PATH": "/var/lib/slipway/models",
         "SLIPWAY_MODEL_CACHE_LIMIT": "500Gi",
         "SLIPWAY_HUB_ENDPOINTS": "https://hub.internal,https://huggingface.co",
+        "SLIPWAY_REPLICA_PLACEMENT": '{"nodeSelector": {"pool": "gpu"}}',
         "SLIPWAY_LOG_LEVEL": "debug",
     }
     assert set(environment) == set(VARIABLES)
@@ -83,6 +85,7 @@ def test_every_variable_reaches_its_setting(monkeypatch):
         model_cache_limit="500Gi",
         hub_endpoints=("https://hub.internal", "https://huggingface.co"),
         admin_port=9090,
+        placement=PlacementDefaults(node_selector={"pool": "gpu"}),
         log_level="DEBUG",
     )
 
