@@ -55,7 +55,7 @@ def test_every_variable_reaches_its_setting(monkeypatch):
         "SLIPWAY_MODEL_CACHE_PATH": "/var/lib/slipway/models",
         "SLIPWAY_MODEL_CACHE_LIMIT": "500Gi",
         "SLIPWAY_HUB_ENDPOINTS": "https://hub.internal,https://huggingface.co",
-        "SLIPWAY_REPLICA_PLACEMENT": '{"nodeSelector": {"pool": "gpu"}}',
+        "SLIPWAY_REPLICA_PLACEMENT": '{"node_selector": {"pool": "gpu"}}',
         "SLIPWAY_LOG_LEVEL": "debug",
     }
     assert set(environment) == set(VARIABLES)
