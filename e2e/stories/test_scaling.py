@@ -11,7 +11,7 @@ from e2e.slipway import EXAMPLES, Slipway, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
-EVIDENCE = re.compile(r"\d+→\d+: (KVCacheUtilization|QueueDepth) [\d.]+ [<>] [\d.]+ \(\d+/\d+ pods")
+EVIDENCE = re.compile(r"\d+→\d+: (KVCacheUtilization|QueueDepth) [\d.]+ [<>] [\d.]+ \(\d+/\d+ pods?")
 
 
 @pytest.mark.capability("AS-1", "AS-3", "AS-6", "PF-7", "OB-3", "OP-7")

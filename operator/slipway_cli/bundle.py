@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from slipway_api import __version__
+from slipway_api.words import count
 from slipway_cli.cluster import KINDS, Cluster, ClusterError
 
 REMOVED: Final = "<removed>"
@@ -63,7 +64,7 @@ def collect_bundle(cluster: Cluster, release_namespace: str) -> dict[str, Any]:
     for pod in with_logs[:LOGGED_PODS]:
         files |= read("logs", partial(_logs, cluster, pod, read), {})
     if len(with_logs) > LOGGED_PODS:
-        missing["logs"] = f"of {len(with_logs)} pods, the logs of the first {LOGGED_PODS} are in the bundle"
+        missing["logs"] = f"the bundle has the logs of {LOGGED_PODS} of {count(len(with_logs), 'pod')}"
     for pod in system:
         metadata = pod["metadata"]
         if metadata.get("labels", {}).get("app.kubernetes.io/component") == "gateway":

@@ -153,17 +153,18 @@ def test_one_of_several_answers_may_go_and_the_other_says_what_it_would_have_sai
 
 @pytest.mark.capability("SO-2")
 def test_a_grammar_that_cannot_be_followed_ends_its_answer_with_one_word_and_no_other(served: Served):
-    """Told to go on after the end, an answer whose grammar is broken ends with the step that finds it out."""
+    """With ignore_eos too, an answer whose grammar is broken ends with the step that finds it out."""
     served.outputs.clear()
     before = served.engine.stats(0.0)
     ask(served, "beside", max_tokens=12)
     take(served, 2)
     ask(served, "broken", grammar=Grammar(kind="regex", text="(a"), ignore_eos=True)
-    served.finish()  # it refuses a second last word
+    served.finish()
     (last,) = served.outputs["broken", 0]
     assert (last.finish_reason, last.token_ids) == (ERROR, ())
     assert "cannot be compiled" in last.error
     assert len(served.tokens("beside")) == 12
     after = served.engine.stats(0.0)
-    assert (after.finished - before.finished, after.aborted - before.aborted) == (1, 1)
+    # Its only token was the end of the sequence, so it has finished, with an error.
+    assert (after.finished - before.finished, after.aborted - before.aborted) == (2, 0)
     assert after.blocks_live == len(served.engine._grammars) == 0
