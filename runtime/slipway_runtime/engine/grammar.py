@@ -42,7 +42,8 @@ _LEXER: Final[dict[str, Any]] = {
 _GENERATED: Final = LLParserLimits(max_items_in_row=8_000, **_LEXER)
 # Where rules may be empty, the time for a row grows with the cube of its length; see above.
 _WRITTEN: Final = LLParserLimits(max_items_in_row=1_000, step_max_items=20_000, max_grammar_size=1_200, **_LEXER)
-_OF_GBNF: Final = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # the head of a rule; no line of Lark begins so
+# The head of a rule; no line of Lark begins so. The indent is of one line: `\s*` would search from every empty line.
+_OF_GBNF: Final = re.compile(r"^[^\S\n]*[\w-]+\s*::=", re.MULTILINE)
 # An answer of gpt-oss after `<|start|>assistant`: messages, and at the end one more, or a call of a function. Its names
 # between <| and |> are special tokens; the token that ends the answer is none of the grammar's.
 _HARMONY: Final = r"""%llguidance {}
