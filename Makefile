@@ -88,7 +88,7 @@ check: setup ## lint, types, contracts, generated files
 chart-check: cluster-binary ## lint the chart, and render it with every group of values
 	@$(BIN)/python -m tests.chart.lint
 
-format: setup ## mend what ruff can mend
+format: setup ## fix the findings that ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
