@@ -130,7 +130,7 @@ STALLED_CAUSES: Final = {
     **FAILURE_CAUSES,
 }
 
-# Causes that are no failed load: their event has the reason of the condition.
+# Causes other than a failed load: their event has the reason of the condition.
 _STALLED_EVENTS: Final = (
     *(AdapterReason.NAME_CONFLICT, AdapterReason.BASE_NOT_FOUND, AdapterReason.CAPACITY_EXCEEDED),
     AdapterReason.REFUSED,

@@ -24,7 +24,7 @@ class Helper(StrEnum):
 
 
 class Cause(NamedTuple):
-    """What a reason means, who can help, and the remedy as a sentence."""
+    """The meaning of a reason, who can help, and the remedy as a sentence."""
 
     meaning: str
     helper: Helper = Helper.NOBODY
@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
     @property
     def meaning(self) -> str:
-        """What the reason means."""
+        """The meaning of the reason."""
         return self.cause.meaning
 
 

@@ -170,7 +170,7 @@ _CAUSES: Final[dict[ConditionType, tuple[tuple[ConditionStatus, Reason, Cause], 
     ),
     ConditionType.ROUTE_READY: (
         (_TRUE, Reason.ROUTED, Cause("The gateway serves it under its served name.")),
-        (_FALSE, Reason.NO_READY_REPLICAS, Cause("There is no replica to route to.")),
+        (_FALSE, Reason.NO_READY_REPLICAS, Cause("No replica exists to route requests to.")),
         (
             _FALSE,
             Reason.CANNOT_START,

@@ -139,4 +139,5 @@ class OwnedObjects(Generic[T]):
             try:
                 callback(change, old, new)
             except Exception:
+                # As in the informer: one callback must not keep the others from being called.
                 log.exception("a listener failed", change=change)
