@@ -34,6 +34,7 @@ FIELD_MANAGER_ADAPTERS: Final = "slipway-operator-adapters"  # one manager a pur
 ANNOTATION_APPLIED: Final = f"{GROUP}/applied"  # digest of the manifest that we applied last
 ANNOTATION_DRAIN_REASON: Final = f"{GROUP}/drain-reason"
 ANNOTATION_DRAIN_STARTED: Final = f"{GROUP}/drain-started"  # RFC 3339; the drain clock survives the operator
+ANNOTATION_DRAINING: Final = f"{GROUP}/draining"  # of a disruption budget: digest of the replicas that drain
 ANNOTATION_REPLICA: Final = f"{GROUP}/replica"  # revision, slot and attempt: labels are edited, and restored from it
 ANNOTATION_REPLACE: Final = f"{GROUP}/replace"  # RFC 3339; written by `kubectl slipway drain` on a pod
 ANNOTATION_SERVED_NAME: Final = f"{GROUP}/served-name"  # the served name of the pod's runtime

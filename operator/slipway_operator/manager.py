@@ -175,11 +175,12 @@ class Manager:
             if settings.prometheus_url
             else None
         )
+        self._gateway_keys = gateway_keys
         self._gateways = Gateways(
             dial,
             gateway_keys.admin_tokens,
             on_change=self._demand_changed,
-            on_presence=self._gateways_came_or_went,
+            on_presence=self._queue_services,
             now=clock.now,
             namespace=settings.namespace,
             selector=settings.gateway_selector,
@@ -307,6 +308,7 @@ class Manager:
         self._tasks.append(self._spawn(self._resync.run(), "resync"))
         self._tasks.append(self._spawn(self._work_as_leader(), "leader"))
         self._tasks.append(self._spawn(self._leave_for_new_kind(), "missing kinds"))
+        self._tasks.append(self._spawn(self._gateway_keys.watch(self._queue_services), "gateway key"))
 
     async def stop(self) -> None:
         """Finish the running passes, release the Lease, and end all tasks."""
@@ -411,8 +413,8 @@ class Manager:
             if owner is not None and (key := _key_of(owner)).kind in self.caches.stores:
                 self._queue.add(key)
 
-    def _gateways_came_or_went(self) -> None:
-        """Queue every service: its condition RouteReady says whether a gateway answers."""
+    def _queue_services(self) -> None:
+        """Queue every service: gateways came or went (RouteReady), or their key was replaced (ADR 172)."""
         for key in self.caches.stores[INFERENCE_SERVICES.kind].keys():  # noqa: SIM118  a method of the store
             self._queue.add(key)
 

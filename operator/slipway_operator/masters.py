@@ -1,9 +1,15 @@
 """Derives the tokens of the pods' ports from the mounted admin master and gateway key; no token is stored."""
 
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from slipway_api.admin_token import admin_token, serving_token, token_digest
 from slipway_api.mounted_key import MissingKey, MountedKey
+
+LOOK_SECONDS: Final = 10.0  # between two looks at the mounted key; the kubelet takes about a minute to replace it
 
 __all__ = ["GatewayKeys", "Masters", "MissingKey"]
 
@@ -36,6 +42,16 @@ class GatewayKeys:
     def read(self) -> tuple[bytes, ...]:
         """One key, or two during a rotation, the current one first. Raises MissingKey when there was never one."""
         return self._key.read()
+
+    async def watch(self, on_change: Callable[[], None], *, every: float = LOOK_SECONDS) -> None:
+        """Call `on_change` after the mounted keys have changed, until cancelled."""
+        known: tuple[bytes, ...] = ()
+        while True:
+            with suppress(MissingKey):
+                was, known = known, self.read()
+                if was and was != known:
+                    on_change()
+            await asyncio.sleep(every)
 
     def digests(self, namespace: str, service: str) -> tuple[str, ...]:
         """The digests of all serving tokens that a new pod of the service shall accept."""

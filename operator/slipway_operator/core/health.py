@@ -24,7 +24,7 @@ nothing is LOST, UNHEALTHY or OVERDUE on such a node. node-lifecycle-controller 
 case. A pod that is GATED, UNSEEN or UNSCHEDULABLE has no clock.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import Enum
@@ -131,9 +131,13 @@ def judge(
     replace_after: timedelta = REPLACE_UNHEALTHY_AFTER,
     disrupted: bool = False,
     restart_at: datetime | None = None,
+    gateway_digests: Collection[str] = (),
     now: datetime,
 ) -> tuple[Member, ...]:
-    """All replicas with their stages, oldest first."""
+    """All replicas with their stages, oldest first.
+
+    `gateway_digests` are those of the tokens that gateways can send; empty, if the service takes requests without one.
+    """
     limits = Limits(startup_timeout=startup_timeout, replace_after=replace_after, disrupted=disrupted)
     ordered = sorted(replicas, key=lambda replica: (replica.created_at, replica.name))
     return tuple(
@@ -141,7 +145,7 @@ def judge(
             one,
             stage(one, nodes, limits, now),
             on_lost_node=not disrupted and is_lost(one, nodes, now),
-            leaves=_why_it_leaves(one, nodes, restart_at, now),
+            leaves=_why_it_leaves(one, nodes, restart_at, now) or _why_no_gateway_gets_in(one, gateway_digests),
             ends_at=_end_of_node(one, nodes, now),
         )
         for one in ordered
@@ -246,6 +250,13 @@ def _why_it_leaves(replica: Replica, nodes: Mapping[str, Node], restart_at: date
     if replica.replace_requested is not None and replica.replace_requested <= now:
         return f"its pod has the annotation {ANNOTATION_REPLACE}"
     return ""
+
+
+def _why_no_gateway_gets_in(replica: Replica, gateway_digests: Collection[str]) -> str:
+    """Whether gateways that start from now on can send it no token: the key that it was made with is gone (ADR 172)."""
+    accepted = replica.serving_digests
+    is_shut = bool(gateway_digests and accepted) and not set(accepted) & set(gateway_digests)
+    return "it accepts no token of the present keys in the gateway's Secret" if is_shut else ""
 
 
 def _end_of_node(replica: Replica, nodes: Mapping[str, Node], now: datetime) -> datetime | None:

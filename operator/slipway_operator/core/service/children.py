@@ -6,7 +6,7 @@ gateway; the Service reaches them directly, inside the cluster.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from slipway_api import names
@@ -27,18 +27,20 @@ def children(
     applied: Mapping[str, str],
     network: Network | None = None,
     allows_evictions: bool = False,
+    draining: Iterable[str] = (),
     adapters: Sequence[AttachedAdapter] = (),
 ) -> tuple[ApplyChild | DeleteChild, ...]:
     """The children that differ from what was applied last. `network` None: no network policy is wanted.
 
     With `allows_evictions` the disruption budget holds up no eviction: the drain of a node has waited long enough.
+    `draining` are the names of the replicas that drain.
     """
     manifests = [network_policy(service, network)] if network is not None else []
     if service.spec.runtime.lora is not None:
         manifests.append(boot_list_map(service, adapters))
     removed: tuple[DeleteChild, ...] = ()
     if service.spec.availability.pod_disruption_budget is DisruptionBudget.AUTO:
-        manifests.append(disruption_budget(service, 0 if allows_evictions else desired))
+        manifests.append(disruption_budget(service, 0 if allows_evictions else desired, draining))
     elif applied.get(key := f"PodDisruptionBudget/{service.metadata.name}") != ABSENT:
         removed = (DeleteChild(key=key, name=service.metadata.name, reason="podDisruptionBudget is None"),)
     manifests.append(kube_service(service))
@@ -112,16 +114,24 @@ def _namespaces(namespaces: tuple[str, ...]) -> list[dict[str, Any]]:
     return [{"namespaceSelector": {"matchLabels": {NAMESPACE_NAME: name}}} for name in namespaces]
 
 
-def disruption_budget(service: InferenceService, desired: int) -> dict[str, Any]:
+def disruption_budget(service: InferenceService, desired: int, draining: Iterable[str] = ()) -> dict[str, Any]:
     """The PodDisruptionBudget: evictions leave all replicas but one, and a single one until its replacement is ready.
+
+    Kubernetes counts again when a pod changes that the budget selects, but not when a pod leaves the selection. So the
+    budget has an annotation that changes with the draining replicas: without it, a replica that began to drain counted
+    as healthy until another pod changed, and the only serving one could be evicted (ADR 171).
 
     An integer, because percentages need `/scale`, which answers only when `spec.replicas` is set. Replicas that are
     not ready may always be evicted, or a broken one would hold its node for ever.
     """
+    metadata = _metadata(service)
+    if left := sorted(draining):
+        digest = hashlib.sha256(" ".join(left).encode()).hexdigest()[:16]
+        metadata["annotations"] = {names.ANNOTATION_DRAINING: digest}
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
-        "metadata": _metadata(service),
+        "metadata": metadata,
         "spec": {
             "minAvailable": max(desired - 1, min(desired, 1)),
             "selector": {"matchLabels": _serving(service)},

@@ -37,7 +37,7 @@ from slipway_operator.core.service.model.fit import check_fit
 from slipway_operator.core.service.model.hub_facts import ask_hub, hold_until, known_facts, with_known_shape
 from slipway_operator.core.service.model.model_cache import decide_cache, find_refusal
 from slipway_operator.core.service.replicas import disruption
-from slipway_operator.core.service.replicas.access import port_access
+from slipway_operator.core.service.replicas.access import port_access, serving_digests
 from slipway_operator.core.service.replicas.assign import Assignment, assign, unhealthy_to_replace
 from slipway_operator.core.service.replicas.drain import DrainRules, drain_replica
 from slipway_operator.core.service.replicas.edited import restore_edited
@@ -157,6 +157,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
             applied=observed.applied,
             network=observed.defaults.network,
             allows_evictions=disruption.allows_evictions(members, service, observed.nodes, now),
+            draining=[one.replica.name for one in members if one.replica.state == names.STATE_DRAINING],
             adapters=observed.adapters,
         )
     )
@@ -280,6 +281,7 @@ def _our_replicas(observed: Observed, now: datetime) -> tuple[Member, ...]:
         replace_after=limits.replace_after,
         disrupted=limits.disrupted,
         restart_at=service.restart_moment,
+        gateway_digests=serving_digests(observed, service),
         now=now,
     )
 

@@ -11,6 +11,7 @@ from slipway_operator.core.service.plan import plan
 from slipway_operator.core.service.replicas.access import port_access, with_recorded_access
 from slipway_operator.core.service.rollout.revision import load_revisions, resolve
 from tests.builders import IMAGE, T0, a_service, seen, stored
+from tests.operator.core.simulated_cluster import SimulatedCluster
 
 CLOSED = {"routing": {"directAccess": "GatewayOnly"}}
 
@@ -151,3 +152,31 @@ def test_another_routing_strategy_is_no_new_revision(strategy):
 
     assert resolve(a_service(routing={"strategy": strategy}), IMAGE).hash == plain
     assert resolve(a_service(routing={"strategy": strategy, "directAccess": "GatewayOnly"}), IMAGE).hash != plain
+
+
+@pytest.mark.capability("RD-12", "SE-11")
+@pytest.mark.parametrize(
+    ("access", "accepted", "is_replaced"),
+    [
+        ("GatewayOnly", ("digest-of-a-lost-key",), True),
+        ("GatewayOnly", ("digest-of-a-lost-key", "digest-of-demo/chat"), False),  # made during a rotation
+        ("GatewayOnly", (), False),  # its annotation was removed: nothing is known of it
+        ("Open", ("digest-of-a-lost-key",), False),  # it needs no token
+    ],
+)
+def test_a_replica_that_no_gateway_key_opens_is_replaced_before_a_new_gateway_meets_it(access, accepted, is_replaced):
+    """ADR 172, seen in `make chaos`: a replaced key, then restarted gateways, and 401 for every request."""
+    world = SimulatedCluster(a_service(replicas=1, routing={"directAccess": access}), nodes=2, gpus=8, load_seconds=10)
+    world.reconcile()
+    world.run(30)
+    (old,) = world.ready
+    old.replica = replace(old.replica, serving_digests=accepted)
+    world.faults += 1
+    serving = []
+    for _ in range(60):
+        world.run(1)
+        serving.append(len(world.ready))
+
+    (now,) = world.ready
+    assert (now.replica.name != old.replica.name) is is_replaced
+    assert min(serving) == 1, "the replacement comes first"

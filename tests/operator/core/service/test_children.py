@@ -33,6 +33,19 @@ def test_what_is_applied_already_is_left_out():
     assert [child.key for child in children(a_service(), desired=3, applied=applied)] == ["PodDisruptionBudget/chat"]
 
 
+@pytest.mark.capability("PL-2", "RD-12")
+def test_the_budget_changes_whenever_other_replicas_drain():
+    """ADR 171, seen in `make chaos`: Kubernetes does not count again when a pod leaves a budget's selection."""
+
+    def budget(*draining):
+        (child,) = (one for one in children(a_service(), desired=2, applied={}, draining=draining) if "Budget" in one.key)
+        return child.digest
+
+    digests = [budget(), budget("chat-0"), budget("chat-1"), budget("chat-0", "chat-1")]
+    assert len(set(digests)) == 4
+    assert budget("chat-1", "chat-0") == budget("chat-0", "chat-1")
+
+
 NETWORK = Network(release_namespace="slipway-system", client_namespaces=("batch",), metrics_namespaces=("monitoring",))
 CONTROL = {
     "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "slipway-system"}},
