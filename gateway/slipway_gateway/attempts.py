@@ -7,6 +7,7 @@ import msgspec
 from multidict import CIMultiDict
 
 from slipway_api.names import HEADER_MODEL, HEADER_NOT_STARTED
+from slipway_gateway.errors import refuses_gateway
 from slipway_gateway.fleet import Fleet, Lease
 from slipway_gateway.health import AttemptFailure
 from slipway_gateway.journal import Journal
@@ -89,6 +90,11 @@ async def rejected_attempt(fleet: Fleet, endpoint: Endpoint, reply: Reply) -> Re
     and a 500 that says that the engine is dead; after any other 500, which counts against the replica too, the work
     may have been done.
     """
+    if reply.status == 401 and endpoint.token_digests:
+        # Its port asks for the gateway's token alone, so this is no error of the client's: the key was replaced (ADR 172).
+        fleet.record_unavailable(endpoint, UNAVAILABLE_SECONDS)
+        answer = refuses_gateway().response()
+        return RejectedAttempt(AttemptFailure.UNAVAILABLE, answer.status, CIMultiDict(answer.headers), answer.body)
     is_ours = HEADER_MODEL in reply.headers
     was_started = is_ours and HEADER_NOT_STARTED not in reply.headers
     if reply.status < 500 and reply.status != 429:

@@ -23,6 +23,7 @@ Refusal
 ├── unsupported_transfer   501 a transfer encoding other than chunked
 ├── bad_gateway            502 every replica that was tried broke off
 ├── not_ready              503 no replica can answer now
+├── refuses_gateway        503 the replicas accept no token of this gateway
 ├── suspended              503 the service is suspended
 ├── cannot_start           503 no replica can start, or load the adapter, until a person acts
 ├── waiting_room_full      503 as many requests as may wait for a replica do so
@@ -221,6 +222,11 @@ def bad_gateway(reason: str) -> Refusal:
 def not_ready(reason: str, retry_after: int = 5) -> Refusal:
     """No replica can answer now; later one may."""
     return Refusal(503, "ServiceUnavailableError", f"Try again later: {reason}.", retry_after=retry_after)
+
+
+def refuses_gateway() -> Refusal:
+    """The replicas were made with a key that this gateway does not have; the operator replaces them."""
+    return not_ready("the replicas were started with another key of the gateway, and are being replaced")
 
 
 def suspended(service: str) -> Refusal:

@@ -1,6 +1,7 @@
 """Derives the tokens of the pods' ports from the mounted admin master and gateway key; no token is stored."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Final
 from slipway_api.admin_token import admin_token, serving_token, token_digest
 from slipway_api.mounted_key import MissingKey, MountedKey
 
-LOOK_SECONDS: Final = 10.0  # between two looks at the mounted key; the kubelet takes about a minute to replace it
+LOOK_SECONDS: Final = 10.0  # between two looks at the mounted key
+REPLACED_SECONDS: Final = 180.0  # a kubelet replaces mounted files within 90 s, each at its own time
 
 __all__ = ["GatewayKeys", "Masters", "MissingKey"]
 
@@ -36,12 +38,22 @@ class Masters:
 class GatewayKeys:
     """Derives the serving tokens of services, and the admin tokens of the gateways' own pods."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._key = MountedKey(directory, mounted_from="slipway-gateway-key")
+        self._monotonic = monotonic
+        self._mounted: tuple[bytes, ...] = ()
+        self._gone: dict[bytes, float] = {}  # a key that was mounted -> until when it counts
 
     def read(self) -> tuple[bytes, ...]:
-        """One key, or two during a rotation, the current one first. Raises MissingKey when there was never one."""
-        return self._key.read()
+        """The keys that a gateway may have, the current one first. Raises MissingKey when there was never one.
+
+        One, or two during a rotation; after a change those that are mounted no longer, for as long as a gateway may
+        still have the old files: a replica that accepts only the new key would refuse it.
+        """
+        now, was, self._mounted = self._monotonic(), self._mounted, self._key.read()
+        self._gone |= {key: now + REPLACED_SECONDS for key in was if key not in self._mounted}
+        self._gone = {key: end for key, end in self._gone.items() if end > now and key not in self._mounted}
+        return (*self._mounted, *self._gone)
 
     async def watch(self, on_change: Callable[[], None], *, every: float = LOOK_SECONDS) -> None:
         """Call `on_change` after the mounted keys have changed, until cancelled."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from aiohttp import web
 
 from slipway_api.admin_token import admin_token, serving_token, token_digest
 from slipway_gateway.fleet import Fleet
@@ -114,3 +115,34 @@ def test_without_a_key_nothing_opens_and_nothing_breaks(tmp_path):
     assert endpoint is not None
     assert GatewayKeys(tmp_path).admin_tokens("slipway-system", "gateway-1") == []
     assert GatewayKeys(tmp_path).serving_headers(endpoint) == {}
+
+
+async def refuse_gateway(_runtime: Runtime, _request: web.Request) -> web.StreamResponse:
+    return web.json_response({"error": {"message": f"the header {HEADER} is missing or wrong"}}, status=401)
+
+
+@pytest.mark.capability("RD-12")
+@pytest.mark.parametrize("other_replica_accepts", [True, False])
+async def test_a_replica_that_refuses_the_gateway_is_never_the_clients_fault(tmp_path, other_replica_accepts):
+    """ADR 172, seen in `make chaos`: clients with a valid key got the 401 that a replica sent to its gateway."""
+    keys_in(tmp_path, NEW)
+    behaviours = [refuse_gateway, None if other_replica_accepts else refuse_gateway]
+    async with Runtime(behaviours[0]) as shut, Runtime(behaviours[1]) as other:
+        fleet = Fleet()
+        fleet.set_service("team/chat", Service(key="team/chat", served_name="tiny", uid=SERVICE_UID))
+        for number, runtime in enumerate((shut, other)):
+            endpoint = endpoint_of(a_pod(OLD), runtime.port)
+            assert endpoint is not None
+            fleet.set_endpoint(f"team/p{number}", replace(endpoint, name=f"team/p{number}", url=runtime.url))
+        settings = GatewaySettings(port=0, admin_port=0, propagation_seconds=0, key_directory=tmp_path)
+        async with Gateway(settings, fleet) as gateway, a_caller(gateway) as caller:
+            answers = []
+            for _ in range(4):
+                async with caller.chat() as response:
+                    answers.append((response.status, await response.text()))
+
+        if other_replica_accepts:
+            assert [status for status, _ in answers] == [200] * 4
+        else:
+            assert {status for status, _ in answers} == {503}
+            assert all("another key of the gateway" in text and HEADER not in text for _, text in answers)

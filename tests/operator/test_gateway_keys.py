@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from slipway_operator.masters import GatewayKeys
+from slipway_operator.masters import REPLACED_SECONDS, GatewayKeys
 
 
 @pytest.mark.capability("RD-12")
@@ -27,3 +27,29 @@ async def test_a_replaced_key_is_noticed_and_a_missing_one_is_not_a_change(tmp_p
     await settle()
     assert changes == [1]
     watch.cancel()
+
+
+@pytest.mark.capability("RD-12")
+def test_a_replica_made_just_after_a_replacement_accepts_gateways_that_have_the_old_files(tmp_path):
+    """Seen in `make chaos`: the kubelets of operator and gateways replace the files a minute apart (16 × 401)."""
+    now = [0.0]
+    keys = GatewayKeys(tmp_path, monotonic=lambda: now[0])
+    (tmp_path / "current").write_text("one")
+    (one,) = keys.digests("demo", "chat")
+
+    (tmp_path / "current").write_text("another")
+    now[0] += 5
+    other, still = keys.digests("demo", "chat")
+    assert (still, other != one) == (one, True)
+
+    now[0] += REPLACED_SECONDS
+    assert keys.digests("demo", "chat") == (other,)
+
+
+def test_a_key_that_returns_counts_once(tmp_path):
+    keys = GatewayKeys(tmp_path, monotonic=lambda: 0.0)
+    for key in ("one", "another", "one"):
+        (tmp_path / "current").write_text(key)
+        known = keys.read()
+
+    assert known == (b"one", b"another")

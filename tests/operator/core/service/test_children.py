@@ -38,7 +38,9 @@ def test_the_budget_changes_whenever_other_replicas_drain():
     """ADR 171, seen in `make chaos`: Kubernetes does not count again when a pod leaves a budget's selection."""
 
     def budget(*draining):
-        (child,) = (one for one in children(a_service(), desired=2, applied={}, draining=draining) if "Budget" in one.key)
+        (child,) = (
+            one for one in children(a_service(), desired=2, applied={}, draining=draining) if "Budget" in one.key
+        )
         return child.digest
 
     digests = [budget(), budget("chat-0"), budget("chat-1"), budget("chat-0", "chat-1")]
