@@ -102,7 +102,8 @@ class Slipway:
         sets = [part for setting in settings for part in ("--set", setting)]
         self.access.helm(
             "upgrade", "--install", "slipway", str(CHART),
-            "--namespace", RELEASE_NAMESPACE, "--create-namespace", "--reset-values", "--wait", "--timeout", "180s", *sets,
+            "--namespace", RELEASE_NAMESPACE, "--create-namespace", "--reset-values", "--wait", "--timeout", "180s",
+            *sets,
         )  # fmt: skip
         wait_for("owners of the new kind are admitted", self._admits_owners, timeout=60)
 

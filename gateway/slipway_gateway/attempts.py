@@ -91,7 +91,7 @@ async def rejected_attempt(fleet: Fleet, endpoint: Endpoint, reply: Reply) -> Re
     may have been done.
     """
     if reply.status == 401 and endpoint.token_digests:
-        # Its port asks for the gateway's token alone, so this is no error of the client's: the key was replaced (ADR 172).
+        # Its port asks for the gateway's token alone, so it is not the client at fault: the key was replaced (ADR 172).
         fleet.record_unavailable(endpoint, UNAVAILABLE_SECONDS)
         answer = refuses_gateway().response()
         return RejectedAttempt(AttemptFailure.UNAVAILABLE, answer.status, CIMultiDict(answer.headers), answer.body)
