@@ -1,0 +1,52 @@
+"""The packaged chart names the images of the release, and nothing else of it changes."""
+
+import re
+
+import pytest
+import yaml
+
+from e2e.cluster import build
+from release import chart
+
+DIGESTS = {part: f"sha256:{number:064x}" for number, part in enumerate(("operator", "gateway", "runtime"), start=1)}
+VALUES = (chart.CHART / "values.yaml").read_text()
+
+
+def test_only_the_registry_and_the_digests_change():
+    pinned = chart.pinned(VALUES, "registry.example/team", DIGESTS)
+
+    changed = [line for line in pinned.splitlines() if line not in VALUES.splitlines()]
+    assert len(changed) == 1 + len(DIGESTS)
+    assert len(pinned.splitlines()) == len(VALUES.splitlines())
+    values = yaml.safe_load(pinned)
+    assert values["image"]["registry"] == "registry.example/team"
+    assert {part: values[part]["image"]["digest"] for part in DIGESTS} == DIGESTS
+
+
+def test_a_digest_without_a_value_is_refused():
+    with pytest.raises(LookupError, match=re.escape("values.yaml has no elsewhere.image.digest")):
+        chart.pinned(VALUES, "r", {"elsewhere": "sha256:0"})
+
+
+@pytest.mark.apiserver
+@pytest.mark.capability("PL-14")
+def test_every_image_of_the_packaged_chart_is_of_the_release(tmp_path):
+    helm = str(build.ensure() / "bin" / "helm")
+    packaged = chart.package("0.1.0", "registry.example/team", DIGESTS, tmp_path, helm=helm)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["slipway-0.1.0.tgz"]
+    text = chart.render(packaged, "slipway-system", helm=helm)
+    manifests = [one for one in yaml.safe_load_all(text) if one]
+    images = {
+        container["image"]
+        for one in manifests
+        if one["kind"] == "Deployment"
+        for container in one["spec"]["template"]["spec"]["containers"]
+    }
+    wanted = {part: f"registry.example/team/slipway/{part}@{digest}" for part, digest in DIGESTS.items()}
+    assert images == {wanted["operator"], wanted["gateway"]}
+    assert wanted["runtime"] in text
+    assert manifests[0] == {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "slipway-system"}}
+    assert {"InferenceService", "WarmPool"} <= {
+        one["spec"]["names"]["kind"] for one in manifests if one["kind"] == "CustomResourceDefinition"
+    }
