@@ -412,31 +412,6 @@ def test_the_built_in_roles_reach_our_kind(rendered):
     assert {verb for rule in roles["slipway-view"]["rules"] for verb in rule["verbs"]} == {"get", "list", "watch"}
 
 
-def test_a_service_account_on_the_charts_list_may_be_named(installed):
-    manifest = {
-        "apiVersion": "slipway.dev/v1alpha1",
-        "kind": "InferenceService",
-        "metadata": {"name": "identified", "namespace": "default"},
-        "spec": {
-            "model": {"uri": "hf://org/model"},
-            "template": {"spec": {"serviceAccountName": "models"}},
-        },
-    }
-    with pytest.raises(CommandError, match="not on the chart's list"):
-        installed.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(manifest))
-
-    upgrade(installed, "allowedServiceAccountNames={models}")
-    installed.kubectl("wait", "--for=condition=Established", "crd/inferenceservices.slipway.dev", "--timeout=30s")
-
-    for _ in range(20):  # the new rule reaches the server's handlers a moment after the CRD is stored
-        try:
-            answer = installed.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(manifest))
-            break
-        except CommandError as refusal:
-            answer = str(refusal)
-    assert "created (server dry run)" in answer
-
-
 @pytest.mark.capability("OP-17")
 def test_two_installations_in_one_namespace_share_no_lease_and_no_gateways(apiserver):
     """review/operator-users.md 8."""
