@@ -357,6 +357,9 @@ MAY = [
     ("operator", "delete", "pods"),
     ("operator", "list", "nodes"),
     ("operator", "patch", "poddisruptionbudgets.policy"),
+    ("operator", "watch", "services"),
+    ("operator", "watch", "poddisruptionbudgets.policy"),
+    ("operator", "watch", "networkpolicies.networking.k8s.io"),
     ("operator", "delete", "services"),
     ("operator", "patch", "networkpolicies.networking.k8s.io"),
     ("operator", "create", "controllerrevisions.apps"),
@@ -368,6 +371,7 @@ MAY = [
 ]
 MAY_NOT = [
     ("operator", "get", "secrets"),
+    ("operator", "list", "configmaps"),
     ("operator", "update", "inferenceservices.slipway.dev"),
     ("operator", "create", "inferenceservices.slipway.dev"),
     ("operator", "create", "pods/exec"),
