@@ -21,6 +21,8 @@ LIST_KEYS = {
     "ownerReferences": "uid",
     "ports": "name",
 }
+# Maps that are one field (mapType=atomic, structType=atomic): the selectors of Services, budgets and policies.
+ATOMIC = {"selector", "podSelector", "namespaceSelector"}
 # Lists that are sets (listType=set).
 SETS = {"finalizers"}
 IDENTITY = {("apiVersion",), ("kind",), ("metadata", "name"), ("metadata", "namespace"), ("metadata", "uid")}
@@ -115,7 +117,7 @@ def _operate(holder: Any, last: str, operation: dict[str, Any]) -> None:
 
 def leaves(one: Any, path: Path = ()) -> dict[Path, Any]:
     """Every field that can be owned, by path."""
-    if isinstance(one, dict):
+    if isinstance(one, dict) and not (path and path[-1] in ATOMIC):
         found: dict[Path, Any] = {} if one or not path else {path: {}}
         for key, value in one.items():
             found |= leaves(value, (*path, key))

@@ -171,6 +171,8 @@ class Store:
         if not self.exists(kind, where):
             if subresource:
                 raise Refused(404, f"{kind} {where} not found")
+            if body["metadata"].get("uid"):
+                raise Refused(409, "uid mismatch: the object has a uid, and no existing object was found")
             created = self.create(kind, where[0], body | {"metadata": body["metadata"] | {"name": where[1]}})
             _, owners, _ = apply_patch({}, body, {}, manager)
             self._find(kind, where).owners = owners

@@ -163,6 +163,7 @@ class EventReason(StrEnum):
     INVALID_LOGITS = "InvalidLogits"
     REPLICA_REPLACED = "ReplicaReplaced"
     LABELS_RESTORED = "LabelsRestored"
+    CHILD_RESTORED = "ChildRestored"
     GPU_FAULT = "GPUFault"
     NODE_DRAIN_FORCED = "NodeDrainForced"
     DRAIN_TIMED_OUT = "DrainTimedOut"

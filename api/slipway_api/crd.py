@@ -1,13 +1,12 @@
 """Generates the CustomResourceDefinitions of the kinds: `python -m slipway_api.crd`; `--check` fails on a difference.
 
-Three files are generated from the same kinds, so that none can differ: `crds/` for kubectl, the chart's templates, and
+Three files are generated from the same kinds, so that none can differ: `crds/` for kubectl, its copy in the chart, and
 the reference page in `docs/`.
 """
 
 import argparse
 import difflib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from slipway_api.conditions import PENDING
 from slipway_api.inference_service import InferenceService
 from slipway_api.lora_adapter import LoRAAdapter
 from slipway_api.names import GROUP, VERSION
-from slipway_api.overlay import ALLOWED_SERVICE_ACCOUNTS
 from slipway_api.reference import reference_page
 from slipway_api.structural import Schema, structural, without_defaults
 from slipway_api.vocabulary import vocabulary_section
@@ -161,38 +159,22 @@ def _to_yaml(crd: Schema) -> str:
     return yaml.dump(crd, Dumper=_WithoutAnchors, sort_keys=False, width=10_000, allow_unicode=True)
 
 
-def _chart_template(text: str) -> str:
-    """The same CRD as a chart template: installed on demand, with the chart's list of ServiceAccounts."""
-    accounts = ALLOWED_SERVICE_ACCOUNTS.replace("[]", "{{ .Values.allowedServiceAccountNames | toJson }}")
-    if text.count(ALLOWED_SERVICE_ACCOUNTS) != 1:
-        raise ValueError("the rule for ServiceAccounts must occur exactly once")
-    return _installed_on_demand(text.replace(ALLOWED_SERVICE_ACCOUNTS, accounts))
-
-
-def _installed_on_demand(text: str) -> str:
-    """A CRD as a chart template that a value turns off."""
-    return "{{- if .Values.crds.install }}\n" + text + "{{- end }}\n"
-
-
 def generated_files() -> dict[str, str]:
     """Every generated file: path below the repository's root -> content."""
-    services, adapters, pools = inference_service_crd(), lora_adapter_crd(), warm_pool_crd()
     return {
-        **_files_of(services, _chart_template, "docs/api.md", vocabulary_section()),
-        **_files_of(
-            adapters, _installed_on_demand, "docs/api-lora-adapter.md", adapter_conditions.vocabulary_section()
-        ),
-        **_files_of(pools, _chart_template, "docs/api-warm-pool.md", warm_pool_conditions.vocabulary_section()),
+        **_files_of(inference_service_crd(), "docs/api.md", vocabulary_section()),
+        **_files_of(lora_adapter_crd(), "docs/api-lora-adapter.md", adapter_conditions.vocabulary_section()),
+        **_files_of(warm_pool_crd(), "docs/api-warm-pool.md", warm_pool_conditions.vocabulary_section()),
     }
 
 
-def _files_of(crd: Schema, template: Callable[[str], str], page: str, vocabulary: str) -> dict[str, str]:
+def _files_of(crd: Schema, page: str, vocabulary: str) -> dict[str, str]:
     """The files of one kind: the definition, its copy in the chart, and its reference page."""
     text = f"# {_GENERATED}\n{_to_yaml(crd)}"
     name = f"{GROUP}_{crd['spec']['names']['plural']}.yaml"
     return {
         f"crds/{name}": text,
-        f"charts/slipway/templates/crds/{name}": template(text),
+        f"charts/slipway/files/crds/{name}": text,
         page: f"<!-- {_GENERATED} -->\n{reference_page(crd)}\n{vocabulary}",
     }
 

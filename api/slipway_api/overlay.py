@@ -363,22 +363,11 @@ _POD_ALLOWED = (
     "schedulerName, imagePullSecrets, serviceAccountName, securityContext, containers and volumes"
 )
 
-# The chart replaces the empty list by its own value, so the API server itself keeps the allow-list.
-ALLOWED_SERVICE_ACCOUNTS = "self.serviceAccountName in []"
-
 
 class PodOverlay(Struct):
     """Fields that are merged into the pods; all other fields of a pod are set by Slipway and refused here."""
 
-    model_config = _overlay(
-        _POD_ALLOWED,
-        _POD_REFUSED,
-        Rule(
-            f"!has(self.serviceAccountName) || {ALLOWED_SERVICE_ACCOUNTS}",
-            "this ServiceAccount is not on the chart's list allowedServiceAccountNames",
-            ".serviceAccountName",
-        ),
-    )
+    model_config = _overlay(_POD_ALLOWED, _POD_REFUSED)
 
     node_selector: StringMap = Field(default_factory=dict)
     """Labels that a node must have."""
@@ -397,7 +386,7 @@ class PodOverlay(Struct):
     image_pull_secrets: Annotated[tuple[LocalReference, ...], bounded_list(at_most=16, key="name")] = ()
     """Secrets to pull the image with."""
     service_account_name: str | None = Field(default=None, max_length=253)
-    """A ServiceAccount from the chart's list allowedServiceAccountNames; its token is not mounted."""
+    """A ServiceAccount on the chart's list allowedServiceAccountNames; with another one, no pod is created."""
     security_context: PodSecurityOverlay | None = None
     """At least as strict as PodSecurity restricted."""
     containers: Annotated[tuple[ContainerOverlay, ...], bounded_list(at_most=4, key="name")] = ()

@@ -405,6 +405,8 @@ EVENTS: Final = {
     EventReason.MODEL_DOWNLOAD_FAILED: "A pod that fills a model cache failed; why.",
     EventReason.REPLICA_UNHEALTHY: "A replica that served ended, hangs or is on a silent node; why.",
     EventReason.REPLICA_REPLACED: "A slot gets another replica; why, and after how many failures.",
+    EventReason.CHILD_RESTORED: "Another client deleted or edited a Service, disruption budget, NetworkPolicy or"
+    " ConfigMap of the service, and it is restored; which, and the edited fields.",
     EventReason.LABELS_RESTORED: "Labels of a pod or ControllerRevision were edited, and are restored; which.",
     EventReason.GPU_FAULT: "The server of a replica ended by a fault of its GPU; its successor prefers another node.",
     EventReason.NODE_DRAIN_FORCED: "A node's drain waited for maxNodeDrainBlockSeconds: evictions are allowed.",

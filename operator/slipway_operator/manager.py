@@ -39,6 +39,7 @@ from slipway_operator.controller.reconciler import Reconciler
 from slipway_operator.controller.resync import Resync
 from slipway_operator.hub_reader import HubReader
 from slipway_operator.inputs.caches import Caches, Inputs, ReplicaTarget
+from slipway_operator.inputs.child_watch import ChildWatch
 from slipway_operator.inputs.demand import Changed
 from slipway_operator.inputs.freshness import Freshness
 from slipway_operator.inputs.gateways import Gateways, watch_pods
@@ -260,6 +261,16 @@ class Manager:
             now=clock.now,
             monotonic=clock.monotonic,
         )
+        self._child_watch = ChildWatch(
+            client,
+            namespaces=settings.watch_namespaces,
+            has_policies=settings.network_policy,
+            recheck=self._reconciler.recheck_child,
+            wake=self._queue.add,
+            applied=self._reconciler.applied_children,
+            access=self.caches.access,
+            monotonic=clock.monotonic,
+        )
         self._hidden = HiddenObjects(client, self.caches.stores, executor)
         self._resync = Resync(self.caches.known, self._resync_key, self.caches.check, period_seconds=resync_seconds)
         self._freshness = Freshness(
@@ -361,6 +372,7 @@ class Manager:
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_PASSES_SECONDS):
                 await self._queue.drained()
+        self._tasks.append(self._spawn(self._child_watch.run(), "children"))
         self._on_synced()
         await self._scraper.run()
 

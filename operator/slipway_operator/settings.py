@@ -50,6 +50,10 @@ class OperatorSettings(BaseSettings):
     """Whether each service gets a NetworkPolicy for its replicas."""
     direct_access: DirectAccess = Field(DirectAccess.OPEN, validation_alias="SLIPWAY_DIRECT_ACCESS")
     """spec.routing.directAccess of new services that name none. GatewayOnly: tenants are configured."""
+    allowed_service_accounts: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), validation_alias="SLIPWAY_ALLOWED_SERVICE_ACCOUNTS"
+    )
+    """ServiceAccounts that a spec may name; with any other, no pod is created."""
     client_namespaces: Annotated[tuple[str, ...], NoDecode] = Field((), validation_alias="SLIPWAY_CLIENT_NAMESPACES")
     """Namespaces whose pods may reach the serving port of services that otherwise only a gateway may call."""
     metrics_namespaces: Annotated[tuple[str, ...], NoDecode] = Field((), validation_alias="SLIPWAY_METRICS_NAMESPACES")
@@ -90,7 +94,10 @@ class OperatorSettings(BaseSettings):
     def _upper(cls, level: object) -> object:
         return level.upper() if isinstance(level, str) else level
 
-    @field_validator("watch_namespaces", "client_namespaces", "metrics_namespaces", "hub_endpoints", mode="before")
+    @field_validator(
+        *("watch_namespaces", "client_namespaces", "metrics_namespaces", "hub_endpoints", "allowed_service_accounts"),
+        mode="before",
+    )
     @classmethod
     def _split(cls, text: object) -> object:
         return tuple(name for part in text.split(",") if (name := part.strip())) if isinstance(text, str) else text
@@ -127,6 +134,7 @@ def installation_defaults(settings: OperatorSettings) -> Defaults:
         pod_user=_pod_user(settings),
         placement=settings.placement,
         direct_access=settings.direct_access,
+        service_accounts=settings.allowed_service_accounts,
     )
 
 

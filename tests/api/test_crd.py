@@ -12,7 +12,6 @@ from slipway_api.conditions import PENDING
 from slipway_api.crd import generated_files, inference_service_crd, main
 
 ROOT = Path(__file__).resolve().parents[2]
-CRD_FOLDERS = ("crds", "charts/slipway/templates/crds")
 LIST_TYPE = "x-kubernetes-list-type"
 
 # Fields of later work are absent, not ignored.
@@ -128,15 +127,14 @@ def test_the_check_fails_with_a_diff_and_writing_repairs_it(tmp_path, capsys):
     assert main(["--check", "--root", str(tmp_path)]) == 0
 
 
-def test_the_charts_copy_differs_only_in_what_the_chart_decides():
-    files = generated_files()
-    plain, chart = (files[f"{folder}/slipway.dev_inferenceservices.yaml"] for folder in CRD_FOLDERS)
-    decided = {"{{- if .Values.crds.install }}", "{{- end }}"}
+def test_the_charts_definitions_are_plain_files_equal_to_those_for_kubectl():
+    """Issue 26, item 8: the chart put its list of ServiceAccounts into a rule of its copy."""
+    names = [Path(name).name for name in generated_files() if name.startswith("crds/")]
 
-    rest = [line for line in chart.splitlines() if line not in decided]
-    different = [(a, b) for a, b in zip(plain.splitlines(), rest, strict=True) if a != b]
-
-    assert len(different) == 1
-    assert ".Values.allowedServiceAccountNames" in different[0][1]
-    assert yaml.safe_load(plain)["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
-    assert crd_module.inference_service_crd() == yaml.safe_load(plain)
+    assert names == sorted(path.name for path in (ROOT / "charts/slipway/files/crds").iterdir())
+    for name in names:
+        text = (ROOT / "crds" / name).read_bytes()
+        assert (ROOT / "charts/slipway/files/crds" / name).read_bytes() == text
+        assert yaml.safe_load(text)["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    stored = yaml.safe_load((ROOT / "crds/slipway.dev_inferenceservices.yaml").read_text())
+    assert crd_module.inference_service_crd() == stored

@@ -271,7 +271,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("root", {"template": {"spec": {"securityContext": {"runAsUser": 0}}}}, "greater than or equal to 1"),
     ("perhaps root", {"template": {"spec": {"securityContext": {"runAsNonRoot": False}}}}, "may only be true"),
-    ("another identity", {"template": {"spec": {"serviceAccountName": "admin"}}}, "not on the chart's list"),
     ("a node by name", {"template": {"spec": {"nodeName": "node-a"}}}, "refused: nodeName;"),
 ]
 

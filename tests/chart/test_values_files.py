@@ -247,7 +247,19 @@ def test_the_notes_print_a_command_that_fits_tls_and_tenants(helm):
     assert '-H "Authorization: Bearer $API_KEY" \\\n' in closed
 
 
-def test_names_of_service_accounts_are_never_silently_ignored(helm):
-    """review/shipping.md 17: with crds.install=false the list had no effect."""
-    with pytest.raises(SystemExit, match="allowedServiceAccountNames is checked by the CustomResourceDefinition"):
-        helm.run("template", str(CHART), "--set", "crds.install=false", "--set", "allowedServiceAccountNames={models}")
+def test_the_list_of_service_accounts_reaches_the_operator_also_without_the_charts_definitions(helm, tmp_path):
+    """Issue 26, item 8; review/shipping.md 17: with crds.install=false the list had no effect."""
+    for install in (True, False):
+        values = {"allowedServiceAccountNames": ["models", "hub"], "crds": {"install": install}}
+        found = manifests(render(helm, values, tmp_path))
+        containers = found["Deployment", "slipway-operator"]["spec"]["template"]["spec"]["containers"]
+        env = {one["name"]: one.get("value", "") for one in containers[0]["env"]}
+        assert env["SLIPWAY_ALLOWED_SERVICE_ACCOUNTS"] == "models,hub"
+
+
+def test_the_definitions_do_not_depend_on_the_values(helm, tmp_path):
+    """Issue 26, item 8."""
+    found = manifests(render(helm, {"allowedServiceAccountNames": ["models"]}, tmp_path))
+
+    rendered = [one for (kind, _), one in sorted(found.items()) if kind == "CustomResourceDefinition"]
+    assert rendered == [yaml.safe_load(path.read_text()) for path in sorted((CHART.parents[1] / "crds").iterdir())]

@@ -8,11 +8,14 @@ from pathlib import Path
 import slipway_operator
 from slipway_api import names
 from slipway_kube.lease import NoRivals
-from slipway_kube.resources import PODS
+from slipway_kube.resources import EVENTS, PODS
 from slipway_kube.writer import Writer
 from slipway_operator.controller.kinds import Key
 from slipway_operator.controller.pod_state import PodStates, state_metadata
 from tests.fakes import FakeApiServer, InProcessClient
+from tests.operator.simulated_cluster import NAMESPACE, simulated_cluster
+from tests.operator.test_reconciling import ready
+from tests.operator.virtual_time import run_in_virtual_time
 
 OPERATOR = Path(slipway_operator.__file__).parent
 OF_PODS = {"FIELD_MANAGER_META", "FIELD_MANAGER_ADAPTERS"}
@@ -72,3 +75,33 @@ def test_the_whole_state_of_a_pod_follows_from_its_drain():
     long = state_metadata(drain_started=STARTED, drain_reason="x" * 999)
     assert long["labels"] == {names.LABEL_STATE: "draining"}
     assert len(long["annotations"][names.ANNOTATION_DRAIN_REASON]) == 200
+
+
+def test_a_pod_that_is_gone_before_its_drain_is_written_gets_no_event_of_a_drain(tmp_path):
+    """Issue 26, OP-16: NotFound counted as a drain, so an event reported one that did not take place."""
+
+    async def story() -> None:
+        async with simulated_cluster(tmp_path) as cluster:
+            cluster.apply("chat", replicas=2)
+            cluster.start_operator()
+            await ready(cluster, replicas=2)
+            marked: list[str] = []
+
+            def remove(what: str) -> None:
+                name = what.rpartition("/")[2].partition("?")[0]
+                if "/pods/" in what and not marked and what.startswith("PATCH"):
+                    marked.append(name)
+                    cluster.server.delete(PODS, NAMESPACE, name)
+                    cluster.server.finish_pod(NAMESPACE, name)
+
+            cluster.on_write = remove
+            cluster.apply("chat", replicas=1)
+            await cluster.until(lambda: bool(marked), "the drain")
+            await ready(cluster, replicas=1)
+            await cluster.quiet(20)
+
+            events = cluster.server.objects(EVENTS, NAMESPACE)
+            about = [event["note"] for event in events if event["reason"] == "ReplicaDraining"]
+            assert not [note for note in about if marked[0] in note]
+
+    run_in_virtual_time(story())

@@ -44,6 +44,7 @@ def test_every_variable_reaches_its_setting(monkeypatch):
         "SLIPWAY_GATEWAY_KEY_DIR": "/gateway",
         "SLIPWAY_GATEWAY_SELECTOR": "app=gateway",
         "SLIPWAY_NETWORK_POLICY": "off",
+        "SLIPWAY_ALLOWED_SERVICE_ACCOUNTS": "models, hub",
         "SLIPWAY_CLIENT_NAMESPACES": "batch",
         "SLIPWAY_DIRECT_ACCESS": "GatewayOnly",
         "SLIPWAY_METRICS_NAMESPACES": "monitoring,",

@@ -279,20 +279,20 @@ subjects:
 {{- end }}
 # Children. get: to leave alone what the operator did not make. delete: the API server asks for it before an owner may
 # change, which happens when a service is deleted and applied again before its old children are collected. list: a new
-# leader compares all of them together.
+# leader compares all of them together. watch: what other clients edit or delete is restored within seconds.
 - apiGroups: [""]
   resources: [configmaps]
   verbs: [get, create, patch, delete]
 - apiGroups: [""]
   resources: [services]
-  verbs: [get, list, create, patch, delete]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
-  verbs: [get, list, create, patch, delete]
+  verbs: [get, list, watch, create, patch, delete]
 {{- if .Values.networkPolicy.enabled }}
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
-  verbs: [get, list, create, patch, delete]
+  verbs: [get, list, watch, create, patch, delete]
 {{- end }}
 - apiGroups: [apps]
   resources: [controllerrevisions]

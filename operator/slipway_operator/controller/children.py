@@ -1,12 +1,14 @@
 """Applies and deletes the children of our objects: Service, PodDisruptionBudget, NetworkPolicy, ConfigMap.
 
 A child is compared with the API server once per object, at the start of a leader and at a resync, and written only
-where it differs. A new leader compares all children at once, so it lists them instead of asking for each one.
+where it differs. A child that other clients have edited or deleted is compared again (`inputs.child_watch`), and each
+correction is returned as a sentence. A new leader compares all children, so it lists them instead of asking for each.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -35,7 +37,18 @@ CHILDREN: Mapping[str, Resource] = {
     )
 }
 LISTED = (resources.SERVICES, resources.DISRUPTION_BUDGETS, resources.NETWORK_POLICIES)  # every service has these
+_SELECTORS = frozenset({"selector", "podSelector", "namespaceSelector"})  # atomic for server-side apply too
 LIST_IS_FRESH_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The result of applying a child."""
+
+    is_written: bool
+    """False: it was as it should be."""
+    correction: str = ""
+    """What another client had done to it, for an event; empty: nothing."""
 
 
 class Children:
@@ -71,8 +84,9 @@ class Children:
                     log.debug("children are not listed", path=path, error=str(error))
         self._listed, self._listed_at = listed, at
 
-    async def apply(self, key: Key, action: ApplyChild, memory: Memory) -> None:
-        """Apply the child where it differs. Raises Conflict where another owner has an object of that name."""
+    async def apply(self, key: Key, action: ApplyChild, memory: Memory) -> Applied:
+        """Apply the child if it differs. Raises Conflict if another owner has an object of that name."""
+        correction = ""
         resource, name = CHILDREN[action.manifest["kind"]], action.manifest["metadata"]["name"]
         manifest = with_digest(action)
         if action.key not in memory.applied:
@@ -85,9 +99,13 @@ class Children:
             # A resync and a new leader compare every child: one that is as it should be causes no write.
             if there is not None and contains(there, manifest):
                 memory.applied[action.key] = action.digest
-                return
+                memory.unchecked.discard(action.key)
+                return Applied(is_written=False)
+            correction = find_correction(there, manifest, was_applied=action.key in memory.unchecked)
         await self._writer.apply(resource, key.namespace, name, manifest, field_manager=names.FIELD_MANAGER)
         memory.applied[action.key] = action.digest
+        memory.unchecked.discard(action.key)
+        return Applied(is_written=True, correction=correction)
 
     async def delete(self, key: Key, action: DeleteChild, memory: Memory) -> None:
         """Delete the child where it exists and Slipway made it."""
@@ -109,6 +127,35 @@ class Children:
             return msgspec.json.decode(await self._client.get(path))
         except NotFound:
             return None
+
+
+def find_correction(there: Any | None, manifest: Mapping[str, Any], *, was_applied: bool) -> str:
+    """What another client has done to a child that this manifest replaces; empty: nothing that is known.
+
+    was_applied: this process had applied it. If the live object has the digest of this very manifest, and other
+    values, somebody has edited it; with another digest, it is our own child of an earlier spec.
+    """
+    name = f"{manifest['kind']} {manifest['metadata']['name']}"
+    if there is None:
+        return f"{name} had been deleted, and is created again" if was_applied else ""
+    digest = manifest["metadata"]["annotations"][names.ANNOTATION_APPLIED]
+    if (there["metadata"].get("annotations") or {}).get(names.ANNOTATION_APPLIED) != digest:
+        return ""
+    edited = [
+        *(
+            f"metadata.{field}"
+            for field, value in manifest["metadata"].items()
+            if not _has(there["metadata"], field, value)
+        ),
+        *(field for field, value in manifest.items() if field != "metadata" and not _has(there, field, value)),
+    ]
+    return f"{name} had been edited ({', '.join(edited)}), and is restored"
+
+
+def _has(there: Mapping[str, Any], field: str, value: Any) -> bool:
+    if field in _SELECTORS:
+        return bool(there.get(field) == value)
+    return field in there and contains(there[field], value)
 
 
 def is_ours(key: Key, there: Object) -> bool:
@@ -134,11 +181,12 @@ def with_digest(action: ApplyChild) -> dict[str, Any]:
 
 
 def contains(there: Any, wanted: Any) -> bool:
-    """Whether a live object has every value of a manifest; the API server adds defaults, also within list items."""
+    """Whether a live object has every value of a manifest; the API server adds defaults, also within list items.
+
+    A selector has to be equal: an entry that somebody added selects other pods.
+    """
     if isinstance(wanted, Mapping):
-        return isinstance(there, Mapping) and all(
-            name in there and contains(there[name], value) for name, value in wanted.items()
-        )
+        return isinstance(there, Mapping) and all(_has(there, name, value) for name, value in wanted.items())
     if isinstance(wanted, list | tuple):
         return (
             isinstance(there, list)

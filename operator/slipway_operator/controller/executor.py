@@ -64,6 +64,7 @@ log = structlog.get_logger()
 
 ACTIONS_PER_PASS = 25  # then the other keys get their turn: a thousand pods are created in forty passes
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 60.0  # of a lane, after its action was refused
+NAME_CONFLICT_PAUSE_SECONDS = 5.0  # the longest: no watch reports that a foreign object is gone
 
 
 class StaleView(Exception):  # noqa: N818  not an error: look again
@@ -86,6 +87,8 @@ class Execution:
 
     done: list[Action] = field(default_factory=list)
     """Carried out: their events may be posted."""
+    corrections: list[str] = field(default_factory=list)
+    """Sentences about children that other clients had edited or deleted, and that were restored."""
     left: list[Action] = field(default_factory=list)
     """Not tried, or refused."""
     refused: list[Failure] = field(default_factory=list)
@@ -95,8 +98,8 @@ class Execution:
     """Ended all lanes (no answer, not the leader), or one lane whose object has to be read again (StaleView)."""
 
 
-Perform = Callable[[Key, StoredObject, Any], Awaitable[None]]
-"""Executes one action of a type that is registered with the executor."""
+Perform = Callable[[Key, StoredObject, Any], Awaitable[Result | None]]
+"""Executes one action of a type that is registered with the executor; None means DONE."""
 
 
 class Executor:
@@ -160,7 +163,7 @@ class Executor:
                 continue
             tried += 1
             try:
-                result = await self._do(key, stored, action, memory)
+                result = await self._do(key, stored, action, memory, execution)
             except StaleView as exc:
                 execution.error = execution.error or exc
             except Unreachable as exc:
@@ -206,7 +209,8 @@ class Executor:
         lane, before = lane_of(action), memory.refusals.get(lane_of(action))
         is_again = before is not None and before.generation == stored.generation
         times = before.times + 1 if before is not None and is_again else 1
-        most = exponential(times - 1, first=FIRST_PAUSE_SECONDS, cap=LONGEST_PAUSE_SECONDS)
+        longest = NAME_CONFLICT_PAUSE_SECONDS if reason == Reason.NAME_CONFLICT else LONGEST_PAUSE_SECONDS
+        most = exponential(times - 1, first=FIRST_PAUSE_SECONDS, cap=longest)
         pause = 0.0 if reason == NO_ANSWER else self._uniform(most / 2, most)
         failure = Failure(action=describe(action), reason=reason, message=message, at=self._now())
         memory.refusals[lane] = Refusal(failure, _identity(action), stored.generation, times, self._monotonic() + pause)
@@ -237,7 +241,7 @@ class Executor:
         seen = stored.body["metadata"]
         return (metadata["uid"], metadata["resourceVersion"]) != (stored.uid, seen["resourceVersion"])
 
-    async def _do(self, key: Key, stored: StoredObject, action: Action, memory: Memory) -> Result:
+    async def _do(self, key: Key, stored: StoredObject, action: Action, memory: Memory, execution: Execution) -> Result:
         """Execute one action. Raises StatusError if it is refused."""
         match action:
             case AddFinalizer(finalizer=finalizer):
@@ -247,10 +251,11 @@ class Executor:
             case CreatePod():
                 return _if_free(await self._create(key, stored, action, memory))
             case DrainPod():
-                if not action.marked:
-                    await self._states.mark_draining(
-                        key, action.name, action.uid, started=action.started, reason=action.reason
-                    )
+                is_there = action.marked or await self._states.mark_draining(
+                    key, action.name, action.uid, started=action.started, reason=action.reason
+                )
+                if not is_there:
+                    return Result.NOT_NEEDED
                 self._ask_to_drain(key, stored, action)
             case UndrainPod():
                 self._ask_to_serve_again(key, stored, action)
@@ -276,7 +281,10 @@ class Executor:
             case LoadModel():
                 self._claims.ask_to_load(key, stored, action.name, action.uid, action.request)
             case ApplyChild():
-                await self._children.apply(key, action, memory)
+                applied = await self._children.apply(key, action, memory)
+                if applied.correction:
+                    execution.corrections.append(applied.correction)
+                return Result.DONE if applied.is_written else Result.NOT_NEEDED
             case DeleteChild():
                 await self._children.delete(key, action, memory)
             case AskSmokeTests():
@@ -291,7 +299,7 @@ class Executor:
                     resources.CONTROLLER_REVISIONS, key.namespace, action.name, uid=action.uid, owner=key
                 )
             case _:
-                await self._performers[type(action)](key, stored, action)
+                return await self._performers[type(action)](key, stored, action) or Result.DONE
         return Result.DONE
 
     async def _annotate(self, key: Key, action: AnnotatePod) -> Result:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from slipway_api.moments import read_moment
 from slipway_kube.resources import Resource
-from slipway_operator.core.actions import NO_ANSWER, Action, Event, Failure, SmokeResult
+from slipway_operator.core.actions import ABSENT, NO_ANSWER, Action, Event, Failure, SmokeResult
 
 
 class Key(NamedTuple):
@@ -67,11 +67,21 @@ class Memory:
     lost_claims: frozenset[str] = frozenset()
     """Uids of pods of a WarmPool whose claim failed: another service has them, or they are going."""
     applied: dict[str, str] = field(default_factory=dict)
-    """Digest of each child as last applied; the resync empties it, so that the next pass corrects drift."""
+    """Digest of each child as last applied; the next pass compares a child that is missing here with the API server."""
+    unchecked: set[str] = field(default_factory=set)
+    """Children that were applied, and that the next pass compares: if one is gone, somebody has deleted it."""
     smoke_results: dict[str, SmokeResult] = field(default_factory=dict)
     """Results of smoke tests by uid of the pod that was asked."""
     refusals: dict[str, "Refusal"] = field(default_factory=dict)
     """By lane of `core.lanes`: the action that stopped it last, until it succeeds or is not planned any more."""
+
+    def recheck(self, child: str) -> bool:
+        """Let the next pass compare this child with the API server; False if this process has not applied it."""
+        if self.applied.get(child, ABSENT) == ABSENT:
+            return False
+        del self.applied[child]
+        self.unchecked.add(child)
+        return True
 
     @property
     def failures(self) -> tuple[Failure, ...]:

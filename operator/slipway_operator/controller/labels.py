@@ -7,7 +7,7 @@ import structlog
 from slipway_kube import resources
 from slipway_kube.errors import Conflict, KubeError, NotFound
 from slipway_kube.writer import Writer
-from slipway_operator.controller.executor import Perform
+from slipway_operator.controller.executor import Perform, Result
 from slipway_operator.controller.kinds import Key, StoredObject
 from slipway_operator.core.actions import RestoreLabels
 
@@ -27,7 +27,7 @@ class LabelWriter:
         """For the executor."""
         return {RestoreLabels: self.restore}
 
-    async def restore(self, key: Key, _stored: StoredObject, action: RestoreLabels) -> None:
+    async def restore(self, key: Key, _stored: StoredObject, action: RestoreLabels) -> Result:
         """Set and remove the labels. With the uid in the body, another object of that name is left alone."""
         label, value = next(iter(action.labels.items()))
         # The next plan must see the labels, or it would write and report them again.
@@ -38,6 +38,8 @@ class LabelWriter:
         except (NotFound, Conflict):
             self._writer.expectations.retract_label(action.uid)
             log.info("nothing left to label", object=str(key), kind=action.kind, name=action.name)
+            return Result.NOT_NEEDED
         except KubeError:
             self._writer.expectations.retract_label(action.uid)
             raise
+        return Result.DONE

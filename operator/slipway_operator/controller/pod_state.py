@@ -46,8 +46,8 @@ class PodStates:
         self._writer = writer
         self._pod_of = pod_of
 
-    async def mark_draining(self, key: Key, name: str, uid: str, *, started: datetime, reason: str) -> None:
-        """Label the pod as draining, and note since when and why; nothing where it is deleted."""
+    async def mark_draining(self, key: Key, name: str, uid: str, *, started: datetime, reason: str) -> bool:
+        """Label the pod as draining, and note since when and why; False if the pod is gone, so nothing drains."""
         pod = self._pod_of(key.namespace, name)
         is_shown = pod is not None and read_state(pod.labels) is PodState.DRAINING
         metadata = state_metadata(drain_started=started, drain_reason=reason)
@@ -57,6 +57,8 @@ class PodStates:
         except (NotFound, Conflict):
             # The pod is deleted, or another one has its name: nothing is left to drain.
             log.info("nothing left to drain", object=str(key), pod=name)
+            return False
+        return True
 
     async def mark_serving(self, key: Key, name: str, uid: str) -> None:
         """Label the pod as serving; the annotations of its drain go."""

@@ -5,7 +5,7 @@ from the beginning.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,7 +24,7 @@ from slipway_operator.controller.executor import Executor, StaleView
 from slipway_operator.controller.internal_error import internal_error_status
 from slipway_operator.controller.kinds import Decision, Key, Kind, Memory, StoredObject
 from slipway_operator.controller.store import ObjectStore
-from slipway_operator.core.actions import Event, events_of
+from slipway_operator.core.actions import ABSENT, Event, events_of
 from slipway_operator.metrics import OperatorMetrics
 
 log = structlog.get_logger()
@@ -86,7 +86,19 @@ class Reconciler:
     def forget_applied(self, key: Key) -> None:
         """Let the next pass of this object compare its children with the API server, and correct differences."""
         if key in self._memories:
-            self._memories[key].applied.clear()
+            memory = self._memories[key]
+            for child in list(memory.applied):
+                memory.recheck(child)
+            memory.applied.clear()
+
+    def recheck_child(self, key: Key, child: str) -> bool:
+        """Let the next pass compare one child with the API server; False if this process has not applied it."""
+        return key in self._memories and self._memories[key].recheck(child)
+
+    def applied_children(self) -> Iterator[tuple[Key, str]]:
+        """Owner and key of each child that this process has applied."""
+        for key, memory in self._memories.items():
+            yield from ((key, child) for child, digest in memory.applied.items() if digest != ABSENT)
 
     async def reconcile(self, key: Key) -> Outcome:
         """Make one pass.
@@ -118,7 +130,7 @@ class Reconciler:
         before = _for_next_plan(memory)
         decision = kind.plan(kind.observe(key, stored, memory), self._now())
         execution = await self._executor.execute(key, stored, decision.actions, memory)
-        self._record(key, stored, decision, events_of(execution.done))
+        self._record(key, stored, decision, (*events_of(execution.done), *map(restoration, execution.corrections)))
         if isinstance(execution.error, Unreachable):
             # Perhaps only this write gets no answer, and the status can be written.
             with suppress(KubeError, StaleView):
@@ -208,6 +220,11 @@ class Reconciler:
                 if event.pod
                 else None,
             )
+
+
+def restoration(correction: str) -> Event:
+    """The event of a child that another client had edited or deleted, and that is restored."""
+    return Event(reason=EventReason.CHILD_RESTORED, action="Restore", message=correction)
 
 
 def _for_next_plan(memory: Memory) -> tuple[Any, ...]:

@@ -373,6 +373,7 @@ class Defaults:
     cluster_domain: str = "cluster.local"
     placement: PlacementDefaults = field(default_factory=PlacementDefaults)
     node_cache: NodeCache | None = None  # None: model.cache.policy Node is not permitted
+    service_accounts: tuple[str, ...] = ()  # ServiceAccounts that a spec may name
     direct_access: DirectAccess = DirectAccess.OPEN  # of a new service; GatewayOnly: this gateway has tenants
     has_tenants: bool = False  # the gateway has API keys, so a name may mean another service to each tenant
 

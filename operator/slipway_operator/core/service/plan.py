@@ -15,7 +15,7 @@ from typing import Final
 
 from slipway_api import names
 from slipway_api.conditions import EventReason
-from slipway_api.inference_service import InferenceService
+from slipway_api.inference_service import InferenceService, InferenceServiceSpec
 from slipway_api.inference_status import CanaryStatus, InferenceServiceStatus
 from slipway_api.memory import DoesNotFit
 from slipway_operator.core.actions import (
@@ -60,6 +60,7 @@ from slipway_operator.core.service.status.deletion import deletion_status
 from slipway_operator.core.service.status.events import find_events, find_warnings, ready_names
 from slipway_operator.core.service.status.invalid import invalid_status
 from slipway_operator.core.service.status.problems import find_capacity_shortage
+from slipway_operator.core.service_accounts import find_account_fault
 from slipway_operator.core.warm_pool.claim import Claims, describe_wait, load_claimed, wait_events
 from slipway_operator.core.warm_pool.give_back import DELETION, Returns
 
@@ -96,7 +97,8 @@ def plan(observed: Observed, now: datetime) -> Plan:
     restored = restore_edited(observed, now)
     if service.is_being_deleted:
         return _drain_all(observed, members, restored, now)
-    if observed.fault:
+    if fault := observed.fault or _find_account_fault(observed, service.spec):
+        observed = replace(observed, fault=fault)
         return _leave_alone(observed, members, restored, now)
 
     records = load_revisions(service, observed.revisions)
@@ -231,9 +233,13 @@ def _is_stopped(service: InferenceService) -> bool:
 def _may_start(observed: Observed, members: Sequence[Member], revision: Revision, now: datetime) -> bool:
     """Whether a replica of this revision could serve, as far as that is known before its pod."""
     spec = revision.apply_to(observed.service).spec
-    if find_refusal(spec, observed.defaults) or hold_until(observed, members, now) is not None:
+    if _find_account_fault(observed, spec) or find_refusal(spec, observed.defaults):
         return False
-    return not isinstance(check_fit(spec), DoesNotFit)
+    return hold_until(observed, members, now) is None and not isinstance(check_fit(spec), DoesNotFit)
+
+
+def _find_account_fault(observed: Observed, spec: InferenceServiceSpec) -> str:
+    return find_account_fault(spec.template.spec, observed.defaults.service_accounts)
 
 
 def _assign_stable(
@@ -253,11 +259,13 @@ def _assign_stable(
     if stable is None:
         return Assignment()
     mine = [member for member in members if member.replica.revision == stable.hash]
+    # The list of the installation may be shorter than when this revision was rolled out.
+    not_allowed = _find_account_fault(observed, stable.apply_to(service).spec)
     return assign(
         mine,
         service=service.metadata.name,
         revision=stable,
-        create_up_to=rolling.stable_up_to,
+        create_up_to=0 if not_allowed else rolling.stable_up_to,
         keep_at_most=rolling.stable_wanted,
         moves=disruption.replaced_at_once(mine),
         attempts=service.status.attempts,
@@ -441,7 +449,7 @@ def _drain_all(observed: Observed, members: tuple[Member, ...], restored: Steps,
 
 
 def _leave_alone(observed: Observed, members: tuple[Member, ...], restored: Steps, now: datetime) -> Plan:
-    """Change nothing but labels of a service whose spec cannot be read; write a status that says why."""
+    """Change nothing but labels of a service whose spec has a fault; write a status that says why."""
     status = invalid_status(observed, members, now)
     return Plan(
         actions=restored.actions,

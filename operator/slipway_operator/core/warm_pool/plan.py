@@ -8,7 +8,7 @@ still has its model: it is asked to give it back until it has, and counts as sta
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from itertools import count, islice
 from typing import Any, Final
@@ -23,6 +23,7 @@ from slipway_operator.core.labels import restore_labels
 from slipway_operator.core.service.replicas.access import PortAccess, derive_nonce
 from slipway_operator.core.service.replicas.assign import backoff
 from slipway_operator.core.service.status.mounts import describe_mount, is_for_author
+from slipway_operator.core.service_accounts import find_account_fault
 from slipway_operator.core.warm_pool.autosize import Size, wanted_size
 from slipway_operator.core.warm_pool.observed import Backoff, ObservedPool, PoolPod
 from slipway_operator.core.warm_pool.pod import build_pool_pod, pool_pod_name
@@ -71,6 +72,8 @@ def plan(observed: ObservedPool, now: datetime) -> PoolPlan:
     pool = observed.pool
     if pool.is_being_deleted:
         return PoolPlan(status=None)  # the garbage collector deletes the pods that wait, and spares claimed ones
+    account_fault = find_account_fault(pool.spec.template.spec, observed.defaults.service_accounts)
+    observed = replace(observed, fault=observed.fault or account_fault)
     waiting = [pod for pod in observed.pods if pod.waits_for(pool.metadata.uid)]
     restored = restore_labels((pod.replica for pod in waiting), reason=PoolEvent.LABELS_RESTORED)
     uses = count_uses(pool.status, observed.pods)

@@ -16,6 +16,7 @@ from slipway_api.model_names import NameConflict
 from slipway_api.slo import SLOPeriod, SLOStatus
 from slipway_api.vocabulary import CONDITIONS, EVENTS, LIMITS
 from slipway_operator.controller.internal_error import internal_error_status
+from slipway_operator.controller.reconciler import restoration
 from slipway_operator.core.observed import Failure, GatewayCount, GPUSupply
 from slipway_operator.core.pulls import PullPod, PullsSeen
 from slipway_operator.core.service.model.pulls import pull_digest
@@ -290,6 +291,10 @@ def by_a_fault_of_the_operator() -> Said:
     return said(Condition.model_validate(one) for one in status["conditions"]), {EventReason.INTERNAL_ERROR}
 
 
+def edited_children() -> Said:
+    return set(), {restoration("Service chat had been deleted, and is created again").reason.value}
+
+
 def life_of_an_error_budget() -> Said:
     slo = {"objectivePercent": "99", "ttftP95Seconds": "1.0"}
     rich = a_canary_world(rate=20.0, replicas=2, slo=slo)
@@ -362,6 +367,7 @@ SCENARIOS: list[Callable[[], Said]] = [
     life_of_a_canary,
     without_its_stable_revision,
     by_a_fault_of_the_operator,
+    edited_children,
     life_of_an_error_budget,
     with_adapters,
     with_a_cache,

@@ -1,4 +1,4 @@
-"""Builds the status of a service whose stored spec cannot be read.
+"""Builds the status of a service whose stored spec cannot be read, or may not be followed.
 
 Its replicas stay as they are and serve on. Counts follow them; everything that an earlier pass decided stays, so that
 a corrected spec continues from there.
@@ -15,7 +15,7 @@ from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.service.route import route_condition
 
-ADVICE: Final = "correct it; until then its replicas are left as they are"
+ADVICE: Final = "until it is corrected, the replicas of the service are not changed"
 
 
 def invalid_status(observed: Observed, members: Sequence[Member], now: datetime) -> InferenceServiceStatus:

@@ -48,6 +48,7 @@ from slipway_operator.core.service.status.placement import (
     why_waiting,
 )
 from slipway_operator.core.service.status.refusals import describe_refusal, find_refusal_cause, is_quota_refusal
+from slipway_operator.core.service_accounts import find_account_fault
 from slipway_operator.core.words import count
 
 CRASHES_UNTIL_STALLED: Final = 3  # two restarts may be a slow node; three are a pattern
@@ -181,6 +182,8 @@ def find_stall_cause(
 def find_start_obstacle(observed: Observed, revision: Revision) -> tuple[Reason, str] | None:
     """Finds why the operator itself starts no replica of this revision, without trying."""
     wanted = revision.apply_to(observed.service).spec
+    if fault := find_account_fault(wanted.template.spec, observed.defaults.service_accounts):
+        return Reason.INVALID_SPEC, f"no replica of revision {revision.hash} is started: {fault}"
     if refusal := find_refusal(wanted, observed.defaults):
         return Reason.CACHE_NOT_PERMITTED, f"no replica is started: {refusal}"
     if isinstance(fit := check_fit(wanted), DoesNotFit):

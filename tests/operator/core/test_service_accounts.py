@@ -1,0 +1,134 @@
+"""A spec that names a ServiceAccount which the installation does not allow: nothing is created, and status says why.
+
+Issue 26, item 8: the list was a rule of the chart's copy of the CustomResourceDefinitions.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from slipway_api.conditions import find_condition
+from slipway_operator.core.actions import CreatePod
+from slipway_operator.core.observed import Observed
+from slipway_operator.core.service.plan import plan as plan_service
+from slipway_operator.core.service.status.problems import find_start_obstacle
+from slipway_operator.core.warm_pool.plan import plan as plan_pool
+from tests.builders import DEFAULTS, T0, APod, a_pod, a_service, minutes, promised, revision_of
+from tests.builders import seen as seen_service
+from tests.operator.core.simulated_cluster import SimulatedCluster
+from tests.operator.core.warm_pool.pools import a_pool, a_waiting_pod
+from tests.operator.core.warm_pool.pools import seen as seen_pool
+
+
+def named(account: str | None) -> dict[str, Any]:
+    return {"template": {"spec": {"serviceAccountName": account}}} if account else {}
+
+
+def allowing(*accounts: str) -> dict[str, Any]:
+    return {"defaults": replace(DEFAULTS, service_accounts=accounts)}
+
+
+def observe(account: str | None, *pods: APod, allowed: tuple[str, ...]) -> Observed:
+    service = promised(a_service(replicas=2, **named(account)), 2)
+    return replace(seen_service(service, *pods), **allowing(*allowed))
+
+
+def stalled(made: Any) -> tuple[str, str]:
+    condition = find_condition(made.status.conditions, "Stalled")
+    return (condition.reason, condition.message) if condition else ("", "")
+
+
+@pytest.mark.parametrize(
+    ("account", "allowed", "expected"),
+    [
+        (None, (), ""),
+        ("models", ("models", "hub"), ""),
+        (
+            "admin",
+            (),
+            "admin is not allowed; allowed: none. Remove the field, or add admin to allowedServiceAccountNames",
+        ),
+        (
+            "admin",
+            ("models", "hub"),
+            "admin is not allowed; allowed: models, hub. Name an allowed account, or add admin",
+        ),
+    ],
+)
+def test_only_an_allowed_account_gets_pods_of_a_service_and_of_a_pool(account, allowed, expected):
+    pool = replace(seen_pool(a_pool(**named(account)), a_waiting_pod(0)), **allowing(*allowed))
+    for made in (plan_service(observe(account, allowed=allowed), T0), plan_pool(pool, T0)):
+        assert any(isinstance(action, CreatePod) for action in made.actions) == (not expected)
+        assert stalled(made)[0] == ("InvalidSpec" if expected else "")
+        assert expected in stalled(made)[1]
+        reports = [event.message for event in made.events if event.reason.value == "InvalidSpec"]
+        assert reports == ([stalled(made)[1]] if expected else []), "one event with the sentence of the condition"
+
+
+def test_replicas_of_a_service_whose_account_left_the_list_serve_on_and_it_is_reported_once():
+    service = promised(a_service(replicas=2, **named("models")), 2)
+    pods = (a_pod(service=service).ready(), a_pod(service=service).slot(1).loading())
+    before = seen_service(service, *pods)
+
+    first = plan_service(replace(before, **allowing("hub")), T0)
+    again = before.service.model_copy(update={"status": first.status})
+    second = plan_service(replace(seen_service(again, *pods), **allowing("hub")), T0 + minutes(1))
+
+    assert first.actions == second.actions == ()
+    assert (first.status.replicas, first.status.ready_replicas) == (2, 1)
+    assert find_condition(first.status.conditions, "RouteReady").status.value == "True"
+    assert [len(made.events) for made in (first, second)] == [1, 0]
+
+
+def test_a_pool_whose_account_left_the_list_keeps_its_waiting_pods():
+    pool = a_pool(**named("models"))
+    waiting = a_waiting_pod(0).of_shape(**named("models")).booted()
+
+    made = plan_pool(replace(seen_pool(pool, waiting), **allowing()), T0)
+
+    assert made.actions == ()
+    assert made.status.ready == 1
+
+
+class World(SimulatedCluster):
+    """A cluster whose installation allows some accounts."""
+
+    allowed: tuple[str, ...] = ("models",)
+
+    def observed(self) -> Observed:
+        observed = super().observed()
+        return replace(observed, defaults=replace(observed.defaults, service_accounts=self.allowed))
+
+    def accounts_of_new_pods(self) -> set[str | None]:
+        return {manifest["spec"].get("serviceAccountName") for manifest in self.manifests.values()}
+
+
+def test_no_replica_of_an_earlier_revision_is_rebuilt_with_an_account_that_left_the_list():
+    service = a_service(replicas=3, finalizers=(), rollout={"strategy": "RollingUpdate"}, **named("models"))
+    world = World(service, load_seconds=5)
+    world.reconcile()
+    world.run(20)
+    assert world.accounts_of_new_pods() == {"models"}
+
+    world.manifests.clear()
+    world.allowed = ()
+    world.service = world.service.model_copy(
+        update={"spec": a_service(replicas=3, rollout={"strategy": "RollingUpdate"}).spec}
+    )
+    world.fail(min(world.pods))
+    world.run(300)
+
+    assert world.accounts_of_new_pods() == {None}
+    assert world.service.status.ready_replicas == 3
+
+
+def test_a_rollback_to_a_revision_with_such_an_account_says_why_nothing_starts():
+    old = promised(a_service(replicas=1, **named("models")), 1)
+    observed = replace(seen_service(old), **allowing())
+
+    obstacle = find_start_obstacle(observed, revision_of(old))
+
+    assert obstacle is not None
+    assert obstacle[0] == "InvalidSpec"
+    assert "serviceAccountName models is not allowed" in obstacle[1]
