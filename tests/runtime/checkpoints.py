@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
@@ -32,6 +33,11 @@ _SMALL = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+# Their configuration classes fill in what a file leaves out.
+OTHER_FAMILIES = (
+    *("gemma", "ministral", "cwm", "seed_oss", "granite", "olmo2", "olmo3"),
+    *("exaone4", "ernie4_5", "helium", "glm", "glm4"),
+)
 _FAMILIES: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,
     "mistral": MistralConfig,
@@ -50,8 +56,17 @@ _FAMILIES: dict[str, type[PretrainedConfig]] = {
 def a_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **shape: object) -> PreTrainedModel:
     """Write a random checkpoint to `path`; every tensor is random, biases and norms too."""
     torch.manual_seed(seed)
-    config = _FAMILIES[family](**{**_SMALL, **shape})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    config = (
+        AutoConfig.for_model(family, **{**_SMALL, **shape})
+        if family in OTHER_FAMILIES
+        else _FAMILIES[family](**{**_SMALL, **shape})
+    )
+    return save_random(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), path)
+
+
+def save_random(model: PreTrainedModel, path: Path) -> PreTrainedModel:
+    """Give every tensor of a model random numbers, and write it to `path`."""
+    model.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.2 if parameter.ndim < 2 else 0.3)

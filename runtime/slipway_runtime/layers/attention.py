@@ -25,6 +25,7 @@ class Attention:
         "rotary_table",
         "scale",
         "scoring",
+        "wide_norms",
         "window",
     )
 
@@ -44,10 +45,12 @@ class Attention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         rotary_table: int = 0,
+        wide_norms: tuple[RMSNorm, RMSNorm] | None = None,
     ) -> None:
         """scale: of the scores; 0: 1 / sqrt(head_dim)  softcap, sinks: see `Scoring`.
 
         rotary_table: index of the layer's table among those of the model.
+        wide_norms: over all heads of q and of k; q_norm and k_norm are of each head.
         """
         self.qkv = qkv
         self.out = out
@@ -60,11 +63,19 @@ class Attention:
         self.scale = scale or head_dim**-0.5
         self.scoring = None if softcap is None and sinks is None else Scoring(softcap, sinks)
         self.rotary_table = rotary_table
+        self.wide_norms = wide_norms
 
     def __call__(self, x: Tensor, cache: Tensor, step: StepContext) -> Tensor:
         """x: (T, H) -> (T, H)."""
         q_heads, kv_heads = self.num_q_heads, self.num_kv_heads
-        qkv = self.qkv(x, step).view(x.shape[0], q_heads + 2 * kv_heads, self.head_dim)
+        projected = self.qkv(x, step)
+        if self.wide_norms is not None:
+            start = 0
+            for norm, heads in zip(self.wide_norms, (q_heads, kv_heads), strict=True):
+                part = projected[:, start : start + heads * self.head_dim]
+                part.copy_(norm(part.contiguous()))
+                start += heads * self.head_dim
+        qkv = projected.view(x.shape[0], q_heads + 2 * kv_heads, self.head_dim)
         cos, sin, table = step.cos, step.sin, self.rotary_table
         if cos.shape[1] > 1:  # the model has several rotary tables
             cos, sin = cos[:, table : table + 1], sin[:, table : table + 1]

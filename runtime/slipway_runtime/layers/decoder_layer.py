@@ -54,28 +54,41 @@ class DenseMlp:
 
 
 class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)); Gemma also norms the outputs of attention and MLP."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); Gemma norms the outputs too, OLMo the outputs alone."""
 
-    __slots__ = ("_attention_norm", "_attention_out_norm", "_mlp_norm", "_mlp_out_norm", "attention", "mlp", "native")
+    __slots__ = (
+        "_attention_norm",
+        "_attention_out_norm",
+        "_mlp_norm",
+        "_mlp_out_norm",
+        "_output_scale",
+        "attention",
+        "mlp",
+        "native",
+    )
 
     def __init__(
         self,
         attention: Attention,
         mlp: Mlp,
-        attention_norm: RMSNorm,
-        mlp_norm: RMSNorm,
+        attention_norm: RMSNorm | None,
+        mlp_norm: RMSNorm | None,
         *,
         attention_out_norm: RMSNorm | None = None,
         mlp_out_norm: RMSNorm | None = None,
+        output_scale: float = 1.0,
     ) -> None:
+        """output_scale: of what attention and MLP add to the stream."""
         self.attention = attention
         self.mlp = mlp
         self._attention_norm = attention_norm
         self._mlp_norm = mlp_norm
         self._attention_out_norm = attention_out_norm
         self._mlp_out_norm = mlp_out_norm
+        self._output_scale = output_scale
         self.native: NativeLayer | None = None  # None: always computed part by part
-        if isinstance(mlp, DenseMlp) and attention_out_norm is None and mlp_out_norm is None:
+        is_plain = attention_out_norm is None and mlp_out_norm is None and output_scale == 1.0
+        if isinstance(mlp, DenseMlp) and is_plain and attention_norm is not None and mlp_norm is not None:
             self.native = native_layer(attention, mlp.gate_up, mlp.down, attention_norm, mlp_norm, silu=mlp.silu)
 
     def __call__(self, x: Tensor | None, stream: Tensor, cache: Tensor, step: StepContext) -> Tensor:
@@ -85,12 +98,15 @@ class DecoderLayer:
         """
         if self.native is not None and self.native.computes(cache, step):
             return self.native(x, stream, cache, step)
-        normed = self._attention_norm(stream) if x is None else self._attention_norm.after_adding(x, stream)
-        attended = self.attention(normed, cache, step)
+        attended = self.attention(_normed(self._attention_norm, x, stream), cache, step)
         if self._attention_out_norm is not None:
             attended = self._attention_out_norm(attended)
-        added = self.mlp(self._mlp_norm.after_adding(attended, stream), step)
-        return added if self._mlp_out_norm is None else self._mlp_out_norm(added)
+        if self._output_scale != 1.0:
+            attended = attended * self._output_scale
+        added = self.mlp(_normed(self._mlp_norm, attended, stream), step)
+        if self._mlp_out_norm is not None:
+            added = self._mlp_out_norm(added)
+        return added if self._output_scale == 1.0 else added * self._output_scale
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -101,3 +117,10 @@ class DecoderLayer:
     def nbytes(self) -> int:
         """Memory of its weights; norms are too small to count."""
         return self.attention.qkv.nbytes + self.attention.out.nbytes + self.mlp.nbytes
+
+
+def _normed(norm: RMSNorm | None, x: Tensor | None, stream: Tensor) -> Tensor:
+    """Add x, if there is one, to the stream in place; the norm of the sum, or the sum itself. (T, H) -> (T, H)."""
+    if norm is None:
+        return stream if x is None else stream.add_(x)
+    return norm(stream) if x is None else norm.after_adding(x, stream)

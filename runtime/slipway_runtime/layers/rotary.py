@@ -97,17 +97,20 @@ def _table(
     return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
 
 
-def reorder_rotary_dims(weight: Tensor, head_dim: int, turned: int) -> Tensor:
+def reorder_rotary_dims(weight: Tensor, head_dim: int, turned: int, *, interleaved: bool = False) -> Tensor:
     """Reorder the dimensions of heads, rows of `weight`, so that rotated dimensions lie where `_table` expects them.
 
     A checkpoint has the rotated dimensions first, in two halves, then the rest. Queries and keys are reordered alike,
     so their dot products are unchanged. 8 dimensions of which 4 are rotated: 0 1 2 3 4 5 6 7 -> 0 1 4 5 2 3 6 7.
+    `interleaved`: the rotated dimensions are neighbours, not in two halves: -> 0 2 4 5 1 3 6 7.
     """
-    if turned == head_dim:
+    if turned == head_dim and not interleaved:
         return weight
     pairs, rest = turned // 2, (head_dim - turned) // 2
     order = torch.arange(head_dim, device=weight.device)
     first, second, still = order[:pairs], order[pairs : 2 * pairs], order[2 * pairs :]
+    if interleaved:
+        first, second = order[0 : 2 * pairs : 2], order[1 : 2 * pairs : 2]
     order = torch.cat((first, still[:rest], second, still[rest:]))
     heads = weight.view(-1, head_dim, *weight.shape[1:])
     return heads[:, order].reshape(weight.shape)

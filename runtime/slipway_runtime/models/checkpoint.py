@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slipway_runtime.models.config_values import ModelRefusedError, read_json
+from slipway_runtime.models.wrappers import text_tensors
 
 _PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 _SAMPLE_BYTES: Final = 1024  # at the start, in the middle and at the end of each tensor
@@ -225,6 +226,7 @@ class Checkpoint:
                 if name in self._places:
                     raise ModelRefusedError(f"the checkpoint holds the tensor {name} twice")
                 self._places[name] = (file, entry)
+        self._places = text_tensors(self._places)
         # Embedding models are published without the head, and their tensor names without the prefix "model.".
         if "embed_tokens.weight" in self._places:
             self._places = {f"model.{name}": place for name, place in self._places.items()}

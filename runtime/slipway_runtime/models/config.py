@@ -28,13 +28,17 @@ from slipway_runtime.models.config_values import (
     whole,
 )
 from slipway_runtime.models.families import (
+    BEFORE,
     FAMILIES,
     Experts,
     Family,
+    Norms,
+    biases_of,
     check_activation,
     experts_of,
     layers_without_positions,
 )
+from slipway_runtime.models.wrappers import text_part
 
 __all__ = ["DoesNotFitError", "ModelConfig", "ModelRefusedError", "parse_config", "read_config"]
 
@@ -76,7 +80,12 @@ class ModelConfig:
     attention_sinks: bool = False  # a learned score per head, in the softmax's denominator only
     embedding_scale: float = 1.0
     norm_offset: float = 0.0  # added to the weights of norms, which then stay in float32
-    output_norms: bool = False  # norms on the outputs of attention and MLP, too
+    norms: Norms = BEFORE
+    wide_qk_norm: bool = False  # one norm over all heads of q, and one over those of k
+    interleaved: bool = False  # the checkpoint has rotated dimensions as neighbours, not in two halves
+    fused_mlp: bool = False  # gate and up are one matrix in the checkpoint
+    residual_scale: float = 1.0  # of the outputs of attention and MLP
+    logit_scale: float = 1.0
     experts: Experts | None = None
     quantization: dict[str, Any] | None = None  # quantization_config of the checkpoint, unparsed
     derived_from: str = ""  # the names in config.json of the model that the weights were made from
@@ -116,8 +125,9 @@ class ModelConfig:
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether adapters are supported: not for models with experts or fused projections."""
-        return not self.fused_projections and self.experts is None
+        """Whether adapters are supported: not with experts, fused projections or reordered rows."""
+        is_as_stored = not (self.fused_projections or self.fused_mlp or self.interleaved)
+        return is_as_stored and self.experts is None
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes of one token's keys and values in all layers. Counts KV heads, not attention heads."""
@@ -152,6 +162,7 @@ def read_config(model_path: Path) -> ModelConfig:
 
 def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
     """Parse a config.json. Raises ModelRefusedError, which names the key that is not supported."""
+    raw = text_part(raw)
     model_type = raw.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
@@ -196,7 +207,7 @@ def _decoder(model_type: str, family: Family, raw: dict[str, Any], generation: d
     window, sliding = _sliding(model_type, raw, layers)
     turned = rotary_dim(model_type, raw, head_dim)
     scaling = rope_scaling(model_type, raw, turned)
-    biased = flag(raw, "attention_bias")
+    biases = biases_of(model_type, raw)
     return ModelConfig(
         model_type=model_type,
         vocab_size=size("vocab_size"),
@@ -206,7 +217,9 @@ def _decoder(model_type: str, family: Family, raw: dict[str, Any], generation: d
         num_q_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=number(raw, "rms_norm_eps", at_most=1.0) if "rms_norm_eps" in raw else 1e-6,
+        rms_norm_eps=number(raw, "rms_norm_eps", at_most=1.0)
+        if "rms_norm_eps" in raw
+        else _EPSILONS.get(model_type, 1e-6),
         rope_theta=rope_theta(model_type, raw),
         rope_scaling=scaling,
         max_position=longest_context(raw, scaling),
@@ -214,9 +227,9 @@ def _decoder(model_type: str, family: Family, raw: dict[str, Any], generation: d
         tied_embeddings=family.ties_by_default
         if raw.get("tie_word_embeddings") is None
         else flag(raw, "tie_word_embeddings"),
-        qkv_bias=model_type == "qwen2" or biased,  # Qwen2 has no key for it: always q, k, v, never o
-        out_bias=model_type != "qwen2" and biased,
-        mlp_bias=flag(raw, "mlp_bias"),
+        qkv_bias=biases.qkv,
+        out_bias=biases.out,
+        mlp_bias=biases.mlp,
         qk_norm=family.qk_norm,
         sliding_window=window,
         sliding_layers=sliding,
@@ -227,13 +240,18 @@ def _decoder(model_type: str, family: Family, raw: dict[str, Any], generation: d
         local_rope_theta=local_rope_theta(model_type, raw),
         layers_without_positions=layers_without_positions(model_type, raw, layers),
         fused_projections=family.fused,
-        attention_scale=number(raw, "query_pre_attn_scalar") ** -0.5 if "query_pre_attn_scalar" in raw else 0.0,
+        attention_scale=_attention_scale(model_type, raw),
         attention_softcap=_optional(raw, "attn_logit_softcapping"),
         logit_softcap=_optional(raw, "final_logit_softcapping"),
         attention_sinks=model_type == "gpt_oss",
-        embedding_scale=hidden**0.5 if family.gemma else 1.0,
+        embedding_scale=hidden**0.5 if family.gemma else _factor(raw, "embedding_multiplier"),
         norm_offset=1.0 if family.gemma else 0.0,
-        output_norms=family.gemma,
+        norms=family.norms,
+        wide_qk_norm=family.wide_qk_norm,
+        interleaved=family.interleaved,
+        fused_mlp=family.fused_mlp,
+        residual_scale=_factor(raw, "residual_multiplier"),
+        logit_scale=1 / _factor(raw, "logits_scaling"),
         experts=experts_of(model_type, raw, layers),
         quantization=_quantization(raw),
         derived_from=" ".join(str(raw[key])[:200] for key in _ORIGINS if isinstance(raw.get(key), str)),
@@ -241,6 +259,29 @@ def _decoder(model_type: str, family: Family, raw: dict[str, Any], generation: d
 
 
 _ORIGINS = ("_name_or_path", "base_model_name_or_path", "base_model", "unsloth_base_model")
+
+
+# Defaults of rms_norm_eps that differ from Llama's.
+_EPSILONS: Final = {
+    "cwm": 1e-5,
+    "olmo2": 1e-5,
+    "olmo3": 1e-5,
+    "exaone4": 1e-5,
+    "ernie4_5": 1e-5,
+    "helium": 1e-8,
+    "glm": 1.5625e-07,
+    "glm4": 1.5625e-07,
+}
+
+
+def _attention_scale(model_type: str, raw: dict[str, Any]) -> float:
+    if model_type == "granite":
+        return _factor(raw, "attention_multiplier")
+    return number(raw, "query_pre_attn_scalar") ** -0.5 if "query_pre_attn_scalar" in raw else 0.0
+
+
+def _factor(raw: dict[str, Any], key: str) -> float:
+    return 1.0 if raw.get(key) is None else number(raw, key)
 
 
 def _optional(raw: dict[str, Any], key: str) -> float | None:
@@ -265,8 +306,10 @@ def _sliding(model_type: str, raw: dict[str, Any], layers: int) -> tuple[int | N
     | qwen3_moe            | all, with use_sliding_window                                                          |
     | smollm3              | with use_sliding_window: those of layer_types, else those without positions           |
     | gemma2, gpt_oss      | those of layer_types, else every second from the first on                             |
-    | gemma3_text          | those of layer_types, else all but every sliding_window_pattern-th                    |
-    | llama                | none: a window in its config would be ignored by its authors' code, so it is refused  |
+    | gemma3_text, exaone4 | those of layer_types, else all but every sliding_window_pattern-th                    |
+    | ministral, olmo3     | those of layer_types, else all; olmo3: all but every fourth                           |
+    | cwm                  | those of layer_types, else all but the first of four                                  |
+    | all others           | none: a window in its config would be ignored by its authors' code, so it is refused  |
     """
     kinds = _layer_types(raw, layers)
     window = raw.get("sliding_window")
@@ -281,13 +324,17 @@ def _sliding(model_type: str, raw: dict[str, Any], layers: int) -> tuple[int | N
         if kinds and set(kinds) != {"sliding_attention"} and model_type != "qwen3_moe":
             raise ModelRefusedError(f"config.json: a {model_type} model whose layer_types mix windows is not supported")
         return window, frozenset(range(layers))
-    if model_type == "llama":
+    if model_type not in _WINDOW_SOMEWHERE:
         raise ModelRefusedError(f"config.json: sliding_window is {window}; {model_type} models have none")
     if kinds is not None:
         sliding = frozenset(index for index, kind in enumerate(kinds) if kind == "sliding_attention")
     elif model_type == "smollm3":
         sliding = layers_without_positions(model_type, raw, layers)
-    elif model_type in ("gemma2", "gpt_oss", "gemma3_text"):
+    elif model_type == "ministral":
+        sliding = frozenset(range(layers))
+    elif model_type == "cwm":
+        sliding = frozenset(index for index in range(layers) if index % 4)
+    elif model_type in ("gemma2", "gpt_oss", "gemma3_text", "olmo3", "exaone4"):
         period = _window_period(model_type, raw)
         sliding = frozenset(index for index in range(layers) if (index + 1) % period)
     else:
@@ -297,14 +344,15 @@ def _sliding(model_type: str, raw: dict[str, Any], layers: int) -> tuple[int | N
 
 _WINDOW_BY_FLAG = ("qwen2", "qwen3", "qwen3_moe", "smollm3")
 _WINDOW_EVERYWHERE = ("mistral", "phi3", "mixtral", "qwen3_moe")
+_WINDOW_SOMEWHERE = (*_WINDOW_BY_FLAG, "gemma2", "gemma3_text", "gpt_oss", "ministral", "cwm", "olmo3", "exaone4")
 
 
 def _window_period(model_type: str, raw: dict[str, Any]) -> int:
     """Period of the layers with full attention: one in so many layers."""
-    if model_type != "gemma3_text":
+    if model_type in ("gemma2", "gpt_oss"):
         return 2
     key = "sliding_window_pattern" if "sliding_window_pattern" in raw else "_sliding_window_pattern"
-    return whole(raw, key, at_most=1 << 20) if key in raw else 6
+    return whole(raw, key, at_most=1 << 20) if key in raw else 6 if model_type == "gemma3_text" else 4
 
 
 def _max_window_layers(raw: dict[str, Any]) -> int:

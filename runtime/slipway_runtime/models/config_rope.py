@@ -20,7 +20,8 @@ the trained context no engine with a KV cache computes what the model's authors 
 `longrope` has two sets of factors and the same difficulty: an engine uses one of them for all sequences, by default
 the set that its authors use for sequences within the trained context.
 
-A model has one rotary embedding for all layers; Gemma 3 has a second, never stretched, for the layers with a window.
+A model has one rotary embedding for all layers; Gemma 3 and OLMo 3 have a second, never stretched, for the layers with
+a window.
 """
 
 from typing import Any, Final
@@ -29,7 +30,12 @@ from slipway_runtime.layers.rotary import RopeScaling
 from slipway_runtime.models.config_values import ModelRefusedError, flag, number, shown, whole
 
 MOST_POSITIONS: Final = 1 << 24  # float32 represents whole numbers exactly up to here
-_THETAS: Final = {"smollm3": 2e6, "gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 150_000.0}  # defaults
+_THETAS: Final = {  # defaults
+    "smollm3": 2e6, "gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 150_000.0, "cwm": 1e6, "olmo3": 5e5,
+    "ernie4_5": 5e5, "helium": 1e5,
+}  # fmt: skip
+_SHARES: Final = {"glm": 0.5, "glm4": 0.5}  # defaults of partial_rotary_factor
+_BY_LAYER: Final = ("gemma3_text", "olmo3")  # rope_parameters has a block for each type of layer
 _EVERYWHERE: Final = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _KEYS: Final = {
     "default": frozenset({"original_max_position_embeddings"}),
@@ -55,8 +61,8 @@ def rope_theta(model_type: str, raw: dict[str, Any]) -> float:
 
 
 def local_rope_theta(model_type: str, raw: dict[str, Any]) -> float | None:
-    """RoPE base of the layers with a window, if it differs (Gemma 3); their positions are not stretched."""
-    if model_type != "gemma3_text":
+    """RoPE base of the layers with a window, if they have a table of their own; their positions are not stretched."""
+    if model_type not in _BY_LAYER:
         return None
     block = (raw.get("rope_parameters") or {}).get("sliding_attention") or {}
     if not isinstance(block, dict) or block.get("rope_type", "default") != "default":
@@ -66,15 +72,16 @@ def local_rope_theta(model_type: str, raw: dict[str, Any]) -> float | None:
     for place, key in ((block, "rope_theta"), (raw, "rope_local_base_freq")):
         if place.get(key) is not None:
             return number(place, key, above=1.0)
-    return 10_000.0
+    return 10_000.0 if model_type == "gemma3_text" else rope_theta(model_type, raw)
 
 
 def rotary_dim(model_type: str, raw: dict[str, Any], head_dim: int) -> int:
-    """Number of rotated dimensions of a head: all, or for Phi the part that partial_rotary_factor gives."""
+    """Number of rotated dimensions of a head: all, or for Phi and GLM the part that partial_rotary_factor gives."""
     share = _block(model_type, raw).get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    share = _SHARES.get(model_type) if share is None else share
     if share is None or share == 1:
         return head_dim
-    if model_type != "phi3" or not isinstance(share, float) or not 0 < share < 1:
+    if model_type not in ("phi3", *_SHARES) or not isinstance(share, float) or not 0 < share < 1:
         raise ModelRefusedError(f"config.json: partial_rotary_factor is {shown(share)}; only 1.0 is supported")
     turned = int(head_dim * share)
     if turned < 2 or turned % 2:
@@ -177,7 +184,7 @@ def longest_context(raw: dict[str, Any], scaling: RopeScaling) -> int:
 
 def _block(model_type: str, raw: dict[str, Any]) -> dict[str, Any]:
     new, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
-    if model_type == "gemma3_text" and isinstance(new, dict) and "full_attention" in new:
+    if model_type in _BY_LAYER and isinstance(new, dict) and "full_attention" in new:
         new = new["full_attention"] or {}
     for block in (new, old):
         if not isinstance(block, dict) or any(isinstance(value, dict) for value in block.values()):

@@ -33,11 +33,13 @@ class Decoder:
         *,
         vocab_size: int,
         logit_softcap: float | None = None,
+        logit_scale: float = 1.0,
         share: Shard = WHOLE,
     ) -> None:
         """head: lm_head, or this rank's share of it; None: this decoder computes no logits."""
         self.vocab_size = vocab_size
         self._logit_softcap = logit_softcap
+        self._logit_scale = logit_scale
         self._share = share
         self.rotary = rotary
         self._embedding = embedding
@@ -73,6 +75,8 @@ class Decoder:
         """Logits of the next token. (R, H) -> (R, V), float32. With several ranks, all must call it with equal R."""
         assert self._head is not None, "this decoder computes no logits"
         scores = self._share.all_logits(self._head(self._norm(hidden)), self.vocab_size).float()
+        if self._logit_scale != 1.0:
+            scores.mul_(self._logit_scale)
         cap = self._logit_softcap
         return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
 
@@ -131,6 +135,7 @@ def load_decoder(
         rotary,
         vocab_size=vocabulary,
         logit_softcap=config.logit_softcap,
+        logit_scale=config.logit_scale,
         share=share,
     )
 

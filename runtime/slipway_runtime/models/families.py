@@ -13,6 +13,20 @@
 | mixtral     | Mixtral                           | experts                                                           |
 | qwen3_moe   | Qwen3 mixture of experts          | norms of heads, experts in some layers                            |
 | gpt_oss     | gpt-oss                           | experts with biases and a clamped SwiGLU, attention sinks         |
+| gemma       | Gemma 1, CodeGemma                | as gemma2, without norms after, caps and windows                  |
+| ministral   | Ministral                         | a sliding window on some layers                                   |
+| cwm         | Code World Model                  | the same                                                          |
+| seed_oss    | Seed-OSS                          | biases of q, k and v, and a key for that of o                     |
+| granite     | Granite 3 and 4, dense            | factors of embedding, scores, residual stream and logits          |
+| olmo2       | OLMo 2                            | norms only after attention and MLP; norms of all heads as one     |
+| olmo3       | OLMo 3                            | the same, a sliding window on some layers                         |
+| exaone4     | EXAONE 4                          | norms only after; norms of heads; layers without positions        |
+| ernie4_5    | ERNIE 4.5, dense                  | neighbouring dimensions are rotated together                      |
+| helium      | Helium                            | the same                                                          |
+| glm         | GLM-4, GLM-Edge                   | the same for half a head; gate and up merged                      |
+| glm4        | GLM-4-0414, GLM-Z1                | the same, norms before and after                                  |
+
+The text part of a multimodal model is one of these, too (`wrappers`).
 """
 
 from dataclasses import dataclass
@@ -39,6 +53,24 @@ class Experts:
     biased: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Names of a layer's norms in the checkpoint; "": there is none."""
+
+    attention: str
+    mlp: str
+    attention_out: str = ""
+    mlp_out: str = ""
+
+
+BEFORE: Final = Norms("input_layernorm", "post_attention_layernorm")
+AFTER: Final = Norms("", "", "post_attention_layernorm", "post_feedforward_layernorm")
+GEMMA: Final = Norms(
+    "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
+)
+GLM4: Final = Norms("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Keys and defaults that a model_type adds to Llama's."""
@@ -52,6 +84,10 @@ class Family:
     qk_norm: bool = False
     gemma: bool = False
     fused: bool = False  # q, k, v are one matrix in the checkpoint, and so are gate and up
+    fused_mlp: bool = False  # gate and up are one matrix
+    norms: Norms = BEFORE
+    wide_qk_norm: bool = False  # one norm over all heads of q, and one over those of k
+    interleaved: bool = False  # neighbouring dimensions of a head are rotated together, not those of its halves
 
 
 _MOE_TRAINING: Final = words("router_aux_loss_coef output_router_logits router_jitter_noise")
@@ -79,6 +115,7 @@ FAMILIES: Final[dict[str, Family]] = {
         ties_by_default=True,
         head_dim=256,
         gemma=True,
+        norms=GEMMA,
     ),
     "gemma3_text": Family(
         keys=_GEMMA_KEYS,
@@ -87,6 +124,7 @@ FAMILIES: Final[dict[str, Family]] = {
         head_dim=256,
         qk_norm=True,
         gemma=True,
+        norms=GEMMA,
     ),
     "mixtral": Family(keys=words("num_local_experts num_experts_per_tok"), inert=_MOE_TRAINING),
     "qwen3_moe": Family(
@@ -102,6 +140,26 @@ FAMILIES: Final[dict[str, Family]] = {
         inert=_MOE_TRAINING | words("experts_per_token initial_context_length"),
         head_dim=64,
     ),
+    "gemma": Family(
+        keys=words("hidden_activation"),
+        activation="gelu_pytorch_tanh",
+        ties_by_default=True,
+        head_dim=256,
+        gemma=True,
+    ),
+    "ministral": Family(),
+    "cwm": Family(head_dim=128),
+    "seed_oss": Family(keys=words("attention_out_bias"), inert=words("residual_dropout"), head_dim=128),
+    "granite": Family(
+        keys=words("embedding_multiplier attention_multiplier residual_multiplier logits_scaling"),
+    ),
+    "olmo2": Family(norms=AFTER, wide_qk_norm=True),
+    "olmo3": Family(norms=AFTER, wide_qk_norm=True),
+    "exaone4": Family(keys=words("sliding_window_pattern"), norms=AFTER, qk_norm=True),
+    "ernie4_5": Family(keys=words("use_bias"), ties_by_default=True, head_dim=128, interleaved=True),
+    "helium": Family(head_dim=128, interleaved=True),
+    "glm": Family(head_dim=128, fused_mlp=True, interleaved=True),
+    "glm4": Family(head_dim=128, fused_mlp=True, interleaved=True, norms=GLM4),
 }
 
 _MOST_EXPERTS: Final = 4096
@@ -162,8 +220,42 @@ def _sparse_layers(raw: dict[str, Any], layers: int) -> frozenset[int]:
     return frozenset(index for index in range(layers) if (index + 1) % step == 0 and index not in dense)
 
 
+@dataclass(frozen=True, slots=True)
+class Biases:
+    """Which matrices of a layer have a bias."""
+
+    qkv: bool
+    out: bool
+    mlp: bool
+
+
+def biases_of(model_type: str, raw: dict[str, Any]) -> Biases:
+    """The biases of a layer's matrices, by the keys of the family."""
+    attention, mlp = flag(raw, "attention_bias"), flag(raw, "mlp_bias")
+    match model_type:
+        case "qwen2":  # it has no key for them
+            return Biases(True, False, mlp)
+        case "seed_oss":
+            return Biases(raw.get("attention_bias") is None or attention, flag(raw, "attention_out_bias"), mlp)
+        case "ernie4_5":
+            return Biases(*(flag(raw, "use_bias"),) * 3)
+        case "glm" | "glm4":
+            return Biases(raw.get("attention_bias") is None or attention, False, False)
+        case "helium":
+            return Biases(attention, False, mlp)
+    return Biases(attention, attention, mlp)
+
+
 def layers_without_positions(model_type: str, raw: dict[str, Any], layers: int) -> frozenset[int]:
-    """Layers without RoPE (NoPE): SmolLM3's no_rope_layers has a 0 for each."""
+    """Layers without RoPE (NoPE): SmolLM3's no_rope_layers has a 0 for each; in EXAONE 4 those with full attention."""
+    if model_type == "exaone4" and raw.get("sliding_window") is not None:
+        kinds = raw.get("layer_types")
+        period = whole(raw, "sliding_window_pattern", at_most=1 << 20) if "sliding_window_pattern" in raw else 4
+        return frozenset(
+            index
+            for index in range(layers)
+            if ((index + 1) % period == 0 if kinds is None else kinds[index] == "full_attention")
+        )
     if model_type != "smollm3":
         return frozenset()
     said = raw.get("no_rope_layers")

@@ -186,16 +186,6 @@ def _in_mxfp4(checkpoint: Checkpoint, name: str, count: int, out_size: int, in_s
     return Mxfp4Matrices(blocks.flatten(2), scales, checkpoint.dtype)
 
 
-# The norms of a layer, before attention and MLP; Gemma has four.
-_NORMS: Final = ("input_layernorm", "post_attention_layernorm")
-_GEMMA_NORMS: Final = (
-    "input_layernorm",
-    "pre_feedforward_layernorm",
-    "post_attention_layernorm",
-    "post_feedforward_layernorm",
-)
-
-
 class LayerLoader:
     """Builds the layers of a decoder; may be called from several threads."""
 
@@ -220,15 +210,16 @@ class LayerLoader:
     def layer(self, index: int) -> DecoderLayer:
         """Build the layer of this index."""
         config, prefix = self._config, f"model.layers.{index}"
-        names = _GEMMA_NORMS if config.output_norms else _NORMS
-        norms = [self.norm(f"{prefix}.{name}") for name in names]
+        names = (config.norms.attention, config.norms.mlp, config.norms.attention_out, config.norms.mlp_out)
+        attention, mlp, attention_out, mlp_out = (self.norm(f"{prefix}.{name}") if name else None for name in names)
         return DecoderLayer(
             self._attention(index, f"{prefix}.self_attn"),
             self._mlp(index, prefix),
-            norms[0],
-            norms[1],
-            attention_out_norm=norms[2] if config.output_norms else None,
-            mlp_out_norm=norms[3] if config.output_norms else None,
+            attention,
+            mlp,
+            attention_out_norm=attention_out,
+            mlp_out_norm=mlp_out,
+            output_scale=config.residual_scale,
         )
 
     def norm(self, name: str, size: int = 0) -> RMSNorm:
@@ -265,7 +256,18 @@ class LayerLoader:
             softcap=config.attention_softcap,
             sinks=sinks,
             rotary_table=config.rotary_table_of(index),
+            wide_norms=self._wide_norms(prefix) if config.wide_qk_norm else None,
         )
+
+    def _wide_norms(self, prefix: str) -> tuple[RMSNorm, RMSNorm]:
+        config, ranks = self._config, self._share.size
+        if ranks > 1:
+            raise ModelRefusedError(
+                f"tensor_parallel_size is {ranks}: {config.model_type} models have a norm over all heads, which ranks "
+                "with a part of the heads cannot compute"
+            )
+        q, k = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        return self.norm(f"{prefix}.q_norm", q), self.norm(f"{prefix}.k_norm", k)
 
     def _qkv(self, prefix: str) -> Linear:
         config = self._config
@@ -273,18 +275,21 @@ class LayerLoader:
         q, kv = (self._share.of_heads(count, config.head_dim) for count in (config.num_q_heads, config.num_kv_heads))
         matrices = {"q_proj": (q_size, q), "k_proj": (kv_size, kv), "v_proj": (kv_size, kv)}
         parts = self._column_parallel(prefix, matrices, "qkv_proj", bias=config.qkv_bias)
-        if config.rotary_dim:
+        if config.rotary_dim or config.interleaved:
             values = parts.pop()
             parts = [
-                (name, select_rows(weight, self._rotary_row_order(len(weight))), bias)  # Phi has no biases
+                (name, select_rows(weight, order), None if bias is None else bias[order.to(bias.device)])
                 for name, weight, bias in parts
+                for order in [self._rotary_row_order(len(weight))]
             ]
             parts.append(values)
         return Linear.merged(parts, self._makers.layers)
 
     def _rotary_row_order(self, count: int) -> Tensor:
         """Row indices that put a q or k projection into the order of the rotary table."""
-        return reorder_rotary_dims(torch.arange(count), self._config.head_dim, self._config.rotary_dim)
+        config = self._config
+        turned = config.rotary_dim or config.head_dim
+        return reorder_rotary_dims(torch.arange(count), config.head_dim, turned, interleaved=config.interleaved)
 
     def _column_parallel(
         self, prefix: str, matrices: Mapping[str, tuple[int, slice]], fused: str, *, bias: bool
@@ -295,7 +300,7 @@ class LayerLoader:
         """
         hidden = self._config.hidden_size
         parts: list[tuple[str, Weight, Tensor | None]] = []
-        if self._config.fused_projections:
+        if self._config.fused_projections or (self._config.fused_mlp and fused == "gate_up_proj"):
             whole = self._weights.matrix(f"{prefix}.{fused}", sum(size for size, _ in matrices.values()), hidden)
             start = 0
             for name, (out_size, of) in matrices.items():

@@ -88,6 +88,32 @@ EXPERTS = {
 }  # fmt: skip
 
 
+_WINDOWS = {"sliding_window": 9, "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}  # fmt: skip
+OTHER_FAMILIES = {
+    "gemma": ("gemma", {**_SINGLE_HEADS}),
+    "ministral": ("ministral", {**_WINDOWS, "head_dim": 12}),
+    "cwm": ("cwm", {**_WINDOWS, "head_dim": 12}),
+    "seed_oss": ("seed_oss", {"head_dim": 12, "attention_bias": True, "attention_out_bias": False}),
+    "seed_oss with a bias of o": ("seed_oss", {"head_dim": 12, "attention_out_bias": True}),
+    "granite": ("granite", {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22,
+                            "logits_scaling": 8.0}),
+    "granite with tied embeddings": ("granite", {"tie_word_embeddings": True, "residual_multiplier": 0.5}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {**_WINDOWS}),
+    "olmo3 with stretched positions": ("olmo3", {**_WINDOWS, "rope_parameters": {
+        "full_attention": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, "attention_factor": 1.2,
+                           "original_max_position_embeddings": 16},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}}),
+    "exaone4": ("exaone4", {**_WINDOWS}),
+    "exaone4 without a window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 12, "use_bias": True, "tie_word_embeddings": False}),
+    "helium": ("helium", {"head_dim": 12}),
+    "glm": ("glm", {"head_dim": 16}),
+    "glm4": ("glm4", {"head_dim": 16, "attention_bias": True}),
+}  # fmt: skip
+
+
 def with_kernels(shapes: dict) -> list[tuple[str, str]]:
     """Every shape with the processor's kernels; those whose scores are capped or have sinks with all."""
     peculiar = [shape for shape in shapes if shape in ("gemma2", "gemma3", "gpt_oss")]
@@ -108,6 +134,14 @@ def test_logits_equal_transformers(shape, tmp_path):
 def test_logits_of_published_families_equal_transformers(shape, kernels, tmp_path):
     family, fields = PUBLISHED_FAMILIES[shape]
     check_logits(a_checkpoint(tmp_path, family, **fields), tmp_path, KERNELS[kernels])
+
+
+@pytest.mark.capability("API-28")
+@pytest.mark.parametrize("shape", OTHER_FAMILIES)
+def test_logits_of_other_families_equal_transformers(shape, tmp_path):
+    """review/engine.md F1: 40 of 42 model types were refused."""
+    family, fields = OTHER_FAMILIES[shape]
+    check_logits(a_checkpoint(tmp_path, family, **fields), tmp_path)
 
 
 @pytest.mark.capability("API-21")
