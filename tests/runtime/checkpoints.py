@@ -35,7 +35,7 @@ _SMALL = {
 }
 # Their configuration classes fill in what a file leaves out.
 OTHER_FAMILIES = (
-    *("gemma", "ministral", "cwm", "seed_oss", "granite", "olmo2", "olmo3"),
+    *("gemma", "ministral", "ministral3", "cwm", "seed_oss", "granite", "olmo2", "olmo3"),
     *("exaone4", "ernie4_5", "helium", "glm", "glm4"),
 )
 _FAMILIES: dict[str, type[PretrainedConfig]] = {

@@ -264,6 +264,7 @@ _ORIGINS = ("_name_or_path", "base_model_name_or_path", "base_model", "unsloth_b
 # Defaults of rms_norm_eps that differ from Llama's.
 _EPSILONS: Final = {
     "cwm": 1e-5,
+    "ministral3": 1e-5,
     "olmo2": 1e-5,
     "olmo3": 1e-5,
     "exaone4": 1e-5,
@@ -300,8 +301,8 @@ def _sliding(model_type: str, raw: dict[str, Any], layers: int) -> tuple[int | N
 
     | family               | layers with a sliding window                                                          |
     |----------------------|---------------------------------------------------------------------------------------|
-    | mistral, phi3,       | all, when sliding_window is set                                                       |
-    | mixtral              |                                                                                       |
+    | mistral, ministral3, | all, when sliding_window is set                                                       |
+    | phi3, mixtral        |                                                                                       |
     | qwen2, qwen3         | with use_sliding_window: those of layer_types, else those from max_window_layers on   |
     | qwen3_moe            | all, with use_sliding_window                                                          |
     | smollm3              | with use_sliding_window: those of layer_types, else those without positions           |
@@ -343,7 +344,7 @@ def _sliding(model_type: str, raw: dict[str, Any], layers: int) -> tuple[int | N
 
 
 _WINDOW_BY_FLAG = ("qwen2", "qwen3", "qwen3_moe", "smollm3")
-_WINDOW_EVERYWHERE = ("mistral", "phi3", "mixtral", "qwen3_moe")
+_WINDOW_EVERYWHERE = ("mistral", "ministral3", "phi3", "mixtral", "qwen3_moe")
 _WINDOW_SOMEWHERE = (*_WINDOW_BY_FLAG, "gemma2", "gemma3_text", "gpt_oss", "ministral", "cwm", "olmo3", "exaone4")
 
 

@@ -20,6 +20,8 @@ the trained context no engine with a KV cache computes what the model's authors 
 `longrope` has two sets of factors and the same difficulty: an engine uses one of them for all sequences, by default
 the set that its authors use for sequences within the trained context.
 
+Ministral 3 scales its queries beyond the trained context (`llama_4_scaling_beta`): that context is its limit here.
+
 A model has one rotary embedding for all layers; Gemma 3 and OLMo 3 have a second, never stretched, for the layers with
 a window.
 """
@@ -32,6 +34,7 @@ from slipway_runtime.models.config_values import ModelRefusedError, flag, number
 MOST_POSITIONS: Final = 1 << 24  # float32 represents whole numbers exactly up to here
 _THETAS: Final = {  # defaults
     "smollm3": 2e6, "gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 150_000.0, "cwm": 1e6, "olmo3": 5e5,
+    "ministral3": 1e6,
     "ernie4_5": 5e5, "helium": 1e5,
 }  # fmt: skip
 _SHARES: Final = {"glm": 0.5, "glm4": 0.5}  # defaults of partial_rotary_factor
@@ -175,6 +178,8 @@ def default_context(raw: dict[str, Any], scaling: RopeScaling) -> int:
 def longest_context(raw: dict[str, Any], scaling: RopeScaling) -> int:
     """Longest context length of the model, RoPE scaling included."""
     longest = whole(raw, "max_position_embeddings", at_most=MOST_POSITIONS)
+    if _scales_queries(raw):  # from here on the scores are scaled by position, which no kernel does
+        return min(longest, scaling.original_max_position)
     if scaling.kind == "linear":
         return min(int(longest * scaling.factor), MOST_POSITIONS)
     if scaling.kind == "yarn":
@@ -182,10 +187,18 @@ def longest_context(raw: dict[str, Any], scaling: RopeScaling) -> int:
     return longest
 
 
+def _scales_queries(raw: dict[str, Any]) -> bool:
+    """Whether queries are scaled by their position, in steps of the trained context (Ministral 3, Llama 4)."""
+    block = raw.get("rope_parameters") or {}
+    return raw.get("model_type") == "ministral3" and bool(block.get("llama_4_scaling_beta"))
+
+
 def _block(model_type: str, raw: dict[str, Any]) -> dict[str, Any]:
     new, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     if model_type in _BY_LAYER and isinstance(new, dict) and "full_attention" in new:
         new = new["full_attention"] or {}
+    if model_type == "ministral3" and isinstance(new, dict):
+        new = {key: one for key, one in new.items() if key not in ("llama_4_scaling_beta", "max_position_embeddings")}
     for block in (new, old):
         if not isinstance(block, dict) or any(isinstance(value, dict) for value in block.values()):
             raise ModelRefusedError("config.json: rope parameters that differ by layer are not supported")

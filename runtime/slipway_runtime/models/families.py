@@ -15,6 +15,7 @@
 | gpt_oss     | gpt-oss                           | experts with biases and a clamped SwiGLU, attention sinks         |
 | gemma       | Gemma 1, CodeGemma                | as gemma2, without norms after, caps and windows                  |
 | ministral   | Ministral                         | a sliding window on some layers                                   |
+| ministral3  | Ministral 3                       | as mistral; queries scaled beyond the trained context             |
 | cwm         | Code World Model                  | the same                                                          |
 | seed_oss    | Seed-OSS                          | biases of q, k and v, and a key for that of o                     |
 | granite     | Granite 3 and 4, dense            | factors of embedding, scores, residual stream and logits          |
@@ -148,6 +149,7 @@ FAMILIES: Final[dict[str, Family]] = {
         gemma=True,
     ),
     "ministral": Family(),
+    "ministral3": Family(head_dim=128),
     "cwm": Family(head_dim=128),
     "seed_oss": Family(keys=words("attention_out_bias"), inert=words("residual_dropout"), head_dim=128),
     "granite": Family(

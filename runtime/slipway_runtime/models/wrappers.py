@@ -62,7 +62,7 @@ log = structlog.get_logger()
 def text_part(raw: dict[str, Any]) -> dict[str, Any]:
     """The keys of the text model: `raw` itself, if it is one. Raises ModelRefusedError."""
     outer = raw.get("model_type")
-    if outer not in WRAPPERS:
+    if not isinstance(outer, str) or outer not in WRAPPERS:
         return raw
     inner = raw.get("text_config")
     if inner is None and outer in _TEXT_TYPES:  # the first files of Qwen's models have both parts in one

@@ -93,6 +93,9 @@ _WINDOWS = {"sliding_window": 9, "num_hidden_layers": 3,
 OTHER_FAMILIES = {
     "gemma": ("gemma", {**_SINGLE_HEADS}),
     "ministral": ("ministral", {**_WINDOWS, "head_dim": 12}),
+    "ministral3 within its trained context": ("ministral3", {"head_dim": 12, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 64,
+        "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}}),
     "cwm": ("cwm", {**_WINDOWS, "head_dim": 12}),
     "seed_oss": ("seed_oss", {"head_dim": 12, "attention_bias": True, "attention_out_bias": False}),
     "seed_oss with a bias of o": ("seed_oss", {"head_dim": 12, "attention_out_bias": True}),
