@@ -29,7 +29,7 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize("seed", (0, 1, 6, 15, 37))
+@pytest.mark.parametrize("seed", [0, 1, 6, 15, 37])
 def test_refused_writes_among_other_faults_break_no_law(seed):
     chance = random.Random(seed)
     world = make(chance.choice([(1, 0), (0, 1), (2, 1)]), replicas=chance.choice([1, 2, 3]))
