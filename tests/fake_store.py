@@ -21,15 +21,7 @@ from tests.fake_apply import Owners, apply_patch, copied, release_changed
 Object = dict[str, Any]
 Where = tuple[str, str]  # (namespace, name)
 
-REASONS = {
-    403: "Forbidden",
-    400: "BadRequest",
-    404: "NotFound",
-    409: "Conflict",
-    410: "Expired",
-    422: "Invalid",
-    429: "TooManyRequests",
-}
+REASONS = {400: "BadRequest", 404: "NotFound", 409: "Conflict", 410: "Expired", 422: "Invalid", 429: "TooManyRequests"}
 
 
 class Refused(Exception):  # noqa: N818

@@ -230,7 +230,9 @@ def test_a_lost_right_to_write_is_reported_stops_nothing_else_and_is_forgotten_w
 
             message = f'{kind} is forbidden: User "slipway-operator" cannot write'
             faults = [
-                cluster.server.fail(method=method, path=f"/team/{kind}", status=403, message=message, times=100_000)
+                cluster.server.fail(
+                    method=method, path=f"/team/{kind}", status=403, reason="Forbidden", message=message, times=100_000
+                )
                 for method in ("POST", "PATCH", "DELETE")
             ]
             cluster.apply("chat", replicas=3, runtime={"maxModelLen": 512})
