@@ -33,6 +33,7 @@ class Fault:
     status: int = 0
     retry_after: int | None = None
     message: str = "injected"
+    reason: str = ""  # that of the status
     lose_reply: bool = False
     hang: bool = False
     commit: bool = False  # with `hang`: do it first

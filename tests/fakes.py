@@ -205,7 +205,7 @@ class FakeApiServer:
         if fault is None:
             return self._reply(request)
         if fault.status:
-            refused = Refused(fault.status, fault.message, retry_after=fault.retry_after)
+            refused = Refused(fault.status, fault.message, fault.reason, retry_after=fault.retry_after)
             return refusal(refused)
         if fault.lose_reply or fault.commit:
             self._reply(request)
@@ -220,7 +220,7 @@ class FakeApiServer:
             raise Dropped
         fault = next((fault for fault in self.faults if fault.strikes(request)), None)
         if fault is not None and fault.status:
-            raise Refused(fault.status, fault.message, retry_after=fault.retry_after)
+            raise Refused(fault.status, fault.message, fault.reason, retry_after=fault.retry_after)
         if fault is not None:
             raise Dropped
         route = route_of(request.path)

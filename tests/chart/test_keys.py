@@ -13,6 +13,7 @@ import yaml
 
 from e2e.cluster.access import Access
 from tests.chart.lint import CHART
+from tests.chart.rights import kubeconfig_of
 
 pytestmark = pytest.mark.apiserver
 
@@ -41,10 +42,11 @@ class Installation:
 
     def start_operator(self) -> None:
         """As a kubelet runs the init containers of a new pod of the operator's Deployment."""
+        kubeconfig = kubeconfig_of(self.access, f"{RELEASE}-operator", self.namespace, self._folder)
         deployment = json.loads(self._get("deployment", f"{RELEASE}-operator"))
         for container in deployment["spec"]["template"]["spec"].get("initContainers", ()):
             command = Path(sys.executable).with_name("slipway-operator")
-            environment = {"PATH": os.environ["PATH"], "KUBECONFIG": str(self._kubeconfig())}
+            environment = {"PATH": os.environ["PATH"], "KUBECONFIG": str(kubeconfig)}
             environment["SLIPWAY_NAMESPACE"] = self.namespace
             subprocess.run([command, *container["args"]], env=environment, check=True, timeout=60)
 
@@ -59,24 +61,6 @@ class Installation:
 
     def _get(self, kind: str, name: str) -> str:
         return self.access.kubectl("-n", self.namespace, "get", kind, name, "-o", "json")
-
-    def _kubeconfig(self) -> Path:
-        token = self.access.kubectl("-n", self.namespace, "create", "token", f"{RELEASE}-operator").strip()
-        cluster = {"server": self.access.url, "certificate-authority": str(self.access.folder / "pki" / "ca.crt")}
-        file = self._folder / "kubeconfig"
-        file.write_text(
-            json.dumps(
-                {
-                    "apiVersion": "v1",
-                    "kind": "Config",
-                    "current-context": "x",
-                    "contexts": [{"name": "x", "context": {"cluster": "x", "user": "x"}}],
-                    "clusters": [{"name": "x", "cluster": cluster}],
-                    "users": [{"name": "x", "user": {"token": token}}],
-                }
-            )
-        )
-        return file
 
 
 @pytest.fixture

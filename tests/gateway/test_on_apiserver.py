@@ -1,7 +1,6 @@
 """The real `slipway-gateway` process with the chart's rights, against a real API server; the tests play operator."""
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from e2e.cluster.access import Access
 from e2e.cluster.launch import Cluster
 from slipway_api import names
 from slipway_api.admin_token import admin_token
+from tests.chart.rights import apply_rights, kubeconfig_of
 from tests.gateway.doubles import Runtime
 from tests.gateway.objects import a_pod_object, a_service_object
 
@@ -29,28 +29,9 @@ POD_NAME = "slipway-gateway-test"
 def gateway(apiserver: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A gateway with nothing but the token of the chart's ServiceAccount."""
     apiserver.serve_kinds(CHECKOUT / "crds")
-    system = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM}}
-    apiserver.kubectl("apply", "-f", "-", stdin=json.dumps(system))
-    rights = apiserver.helm(
-        "template", "slipway", CHECKOUT / "charts/slipway", "-n", SYSTEM, "-s", "templates/gateway-rbac.yaml"
-    )
-    apiserver.kubectl("apply", "-n", SYSTEM, "-f", "-", stdin=rights)
-    token = apiserver.kubectl("create", "token", "slipway-gateway", "-n", SYSTEM).strip()
+    apply_rights(apiserver, "gateway", SYSTEM)
     folder = tmp_path_factory.mktemp("gateway")
-    kubeconfig = folder / "kubeconfig"
-    cluster = {"server": apiserver.url, "certificate-authority": str(apiserver.folder / "pki" / "ca.crt")}
-    kubeconfig.write_text(
-        json.dumps(
-            {
-                "apiVersion": "v1",
-                "kind": "Config",
-                "current-context": "x",
-                "contexts": [{"name": "x", "context": {"cluster": "x", "user": "x"}}],
-                "clusters": [{"name": "x", "cluster": cluster}],
-                "users": [{"name": "x", "user": {"token": token}}],
-            }
-        )
-    )
+    kubeconfig = kubeconfig_of(apiserver, "slipway-gateway", SYSTEM, folder)
     (folder / "current").write_text("a-key-for-tests\n")
     environment = {
         "KUBECONFIG": str(kubeconfig),

@@ -162,3 +162,92 @@ def test_writes_of_ours_cause_no_reads_of_children(tmp_path):
             assert notes(cluster) == []
 
     run_in_virtual_time(story())
+
+
+def test_without_the_right_to_watch_children_the_refusal_is_named_and_the_resync_restores(tmp_path):
+    """An operator of this version with the rights of an earlier chart."""
+
+    async def story() -> None:
+        async with simulated_cluster(tmp_path) as cluster:
+            cluster.server.fail(method="GET", path=r"/services$", status=403, times=100_000)
+            cluster.apply("chat", replicas=1)
+            operator = cluster.start_operator()
+            await ready(cluster, replicas=1)
+            await cluster.quiet(20)
+            before = picture(cluster)
+            assert "services" in operator.manager.ready()[1]
+
+            delete(cluster, SERVICES, "chat")
+            await cluster.until(lambda: picture(cluster) == before, "the Service, at the resync")
+            assert cluster.condition("chat", "Ready")["status"] == "True"
+
+    run_in_virtual_time(story())
+
+
+def test_a_foreign_network_policy_in_the_way_is_reported_and_stops_nothing_else(tmp_path):
+    """Issue 26, OP-16."""
+
+    async def story() -> None:
+        async with simulated_cluster(tmp_path) as cluster:
+            theirs = cluster.server.put(
+                NETWORK_POLICIES,
+                {"metadata": {"name": "chat-replicas", "namespace": NAMESPACE}, "spec": {"podSelector": {}}},
+            )
+            cluster.apply("chat", replicas=1)
+            cluster.start_operator()
+            await ready(cluster, replicas=1)
+            await cluster.quiet(20)
+
+            assert cluster.server.get(NETWORK_POLICIES, NAMESPACE, "chat-replicas") == theirs
+            assert set(picture(cluster)) == {one.kind for one, _ in CHILDREN}, "the Service and the budget are there"
+            stalled = cluster.condition("chat", "Stalled")
+            assert stalled["reason"] == "NameConflict"
+            assert "NetworkPolicy chat-replicas" in stalled["message"]
+
+            delete(cluster, NETWORK_POLICIES, "chat-replicas")
+            await within_seconds(cluster, lambda: not cluster.condition("chat", "Stalled"), "the end of the conflict")
+            policy = cluster.server.get(NETWORK_POLICIES, NAMESPACE, "chat-replicas")
+            assert policy is not None
+            assert policy["metadata"]["labels"][names.LABEL_SERVICE] == "chat"
+
+    run_in_virtual_time(story())
+
+
+@pytest.mark.parametrize(
+    "kind", ["pods", "services", "poddisruptionbudgets", "controllerrevisions", "inferenceservices"]
+)
+def test_a_lost_right_to_write_is_reported_stops_nothing_else_and_is_forgotten_when_it_is_back(tmp_path, kind):
+    """Issue 26, OP-16: RBAC for one kind is removed while a new revision rolls out."""
+
+    async def story() -> None:
+        async with simulated_cluster(tmp_path) as cluster:
+            cluster.apply("chat", replicas=2)
+            cluster.start_operator()
+            await ready(cluster, replicas=2)
+            cluster.apply("other", replicas=1)
+            await ready(cluster, "other", replicas=1)
+            await cluster.quiet(20)
+
+            message = f'{kind} is forbidden: User "slipway-operator" cannot write'
+            faults = [
+                cluster.server.fail(
+                    method=method, path=f"/team/{kind}", status=403, reason="Forbidden", message=message, times=100_000
+                )
+                for method in ("POST", "PATCH", "DELETE")
+            ]
+            cluster.apply("chat", replicas=3, runtime={"maxModelLen": 512})
+            cluster.apply("other", replicas=1, runtime={"maxModelLen": 512})
+            await cluster.quiet(120)
+            assert len(cluster.serving("chat")) >= 2, "a lost right takes no replica away"
+            assert len(cluster.serving("other")) >= 1
+            if kind in ("pods", "controllerrevisions"):
+                assert cluster.condition("chat", "Stalled").get("reason") == "Refused"
+
+            for fault in faults:
+                fault.times = 0
+            await ready(cluster, replicas=3)
+            await ready(cluster, "other", replicas=1)
+            await cluster.until(lambda: not cluster.condition("chat", "Stalled"), "the end of the refusal")
+            await cluster.until(lambda: len(cluster.pods("chat")) == 3, "the end of the rollout")
+
+    run_in_virtual_time(story())

@@ -4,6 +4,7 @@ review/control-plane.md 5 and 6.
 """
 
 import random
+from copy import deepcopy
 
 import pytest
 
@@ -381,5 +382,33 @@ def test_whatever_labels_people_edit_nothing_is_hidden_doubled_or_cut(tmp_path, 
                 assert await cluster.quiet(30) == []
             assert picture(cluster) == before, "no pod was replaced"
             assert all(runtime.drained_with == [] for runtime in cluster.runtimes.values()), "no stream was cut"
+
+    run_in_virtual_time(story())
+
+
+def test_a_claimed_pod_of_an_earlier_version_without_the_annotation_of_its_identity_stays_and_is_restored(tmp_path):
+    """Issue 26, OP-16: its name says nothing about revision and slot, so only its labels do."""
+
+    async def story() -> None:
+        async with simulated_cluster(tmp_path) as cluster:
+            apply_pool(cluster, size=1)
+            await claim_one(cluster, warm=1)
+            await cluster.until(lambda: is_right(cluster, 1), "the replica")
+            await warmed(cluster, 1)
+            cluster.processes[-1].kill()
+            (pod,) = replicas(cluster)
+            metadata = deepcopy(pod["metadata"])
+            metadata["annotations"].pop(names.ANNOTATION_REPLICA, None)
+            del metadata["resourceVersion"]
+            cluster.server.put(PODS, pod | {"metadata": metadata})
+            before = picture(cluster)
+
+            cluster.start_operator()
+            writes = await cluster.quiet(30)
+            assert not [write for write in writes if "/pods" in write]
+            edit(cluster, PODS, pod["metadata"]["name"], **{names.LABEL_STATE: None})
+            await cluster.until(lambda: picture(cluster) == before, "the label")
+            await cluster.until(lambda: is_right(cluster, 1), "the replica again")
+            assert [one["metadata"]["uid"] for one in replicas(cluster)] == [pod["metadata"]["uid"]]
 
     run_in_virtual_time(story())

@@ -18,6 +18,7 @@ import pytest
 
 from e2e.cluster.access import Access
 from slipway_api import names
+from tests.chart.rights import apply_rights, kubeconfig_of
 from tests.operator.runtime_double import RuntimeDouble
 
 pytestmark = pytest.mark.apiserver
@@ -156,27 +157,8 @@ class Stage:
 def installed(apiserver: Access, tmp_path_factory: pytest.TempPathFactory) -> tuple[Access, Path]:
     """CRD, ServiceAccount and rights from the chart, and a kubeconfig with nothing but that account's token."""
     apiserver.serve_kinds(CHECKOUT / "crds")
-    system = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM}}
-    apiserver.kubectl("apply", "-f", "-", stdin=json.dumps(system))
-    rights = apiserver.helm(
-        "template", "slipway", CHECKOUT / "charts/slipway", "-n", SYSTEM, "-s", "templates/operator-rbac.yaml"
-    )
-    apiserver.kubectl("apply", "-n", SYSTEM, "-f", "-", stdin=rights)
-    token = apiserver.kubectl("create", "token", "slipway-operator", "-n", SYSTEM).strip()
-    kubeconfig = tmp_path_factory.mktemp("operator") / "kubeconfig"
-    cluster = {"server": apiserver.url, "certificate-authority": str(apiserver.folder / "pki" / "ca.crt")}
-    kubeconfig.write_text(
-        json.dumps(
-            {
-                "apiVersion": "v1",
-                "kind": "Config",
-                "current-context": "x",
-                "contexts": [{"name": "x", "context": {"cluster": "x", "user": "x"}}],
-                "clusters": [{"name": "x", "cluster": cluster}],
-                "users": [{"name": "x", "user": {"token": token}}],
-            }
-        )
-    )
+    apply_rights(apiserver, "operator", SYSTEM)
+    kubeconfig = kubeconfig_of(apiserver, "slipway-operator", SYSTEM, tmp_path_factory.mktemp("operator"))
     return apiserver, kubeconfig
 
 
@@ -300,6 +282,41 @@ def test_a_service_at_rest_and_one_applied_again_cause_no_write(stage: Stage) ->
     assert stage.service()["metadata"]["resourceVersion"] == before
     after = [stage.access.kubectl("get", kind, "-n", stage.namespace, "-o", "yaml") for kind in ("pods", "services")]
     assert after == children
+    assert operator.process.poll() is None
+
+
+@pytest.mark.capability("OP-16")
+def test_children_that_people_delete_or_edit_are_back_within_seconds_with_events(stage: Stage) -> None:
+    """Fault matrix "foreign children while a node drains": they came back at the resync, after up to ten minutes."""
+
+    def kubectl(*arguments: str) -> str:
+        return stage.access.kubectl(*arguments, "-n", stage.namespace)
+
+    def found(kind: str, name: str, *, with_metadata: str) -> str:
+        return kubectl("get", kind, name, "--ignore-not-found", "-o", f"jsonpath={{.metadata.{with_metadata}}}")
+
+    operator = stage.start_operator()
+    stage.apply(SERVICE)
+    stage.eventually(stage.pods, "a pod")
+    stage.eventually(lambda: found("netpol", "chat-replicas", with_metadata="uid"), "the children")
+    uid = found("svc", "chat", with_metadata="uid")
+    time.sleep(17)  # the watch begins after the first passes
+    kubectl("delete", "svc", "chat", "--wait=false")
+    kubectl("label", "netpol", "chat-replicas", f"{names.LABEL_MANAGED_BY}-")
+    kubectl("patch", "pdb", "chat", "--type=merge", "-p", '{"spec": {"selector": {"matchLabels": {"added": "x"}}}}')
+
+    stage.eventually(lambda: found("svc", "chat", with_metadata="uid") not in ("", uid), "another Service", 10)
+    stage.eventually(
+        lambda: names.MANAGED_BY in found("netpol", "chat-replicas", with_metadata="labels"), "the label", 10
+    )
+    stage.eventually(lambda: "added" not in kubectl("get", "pdb", "chat", "-o", "json"), "the selector", 10)
+
+    def told() -> set[str]:
+        events = stage.access.api("GET", f"/apis/events.k8s.io/v1/namespaces/{stage.namespace}/events")["items"]
+        return {event["note"].partition(" had been")[0] for event in events if event["reason"] == "ChildRestored"}
+
+    everything = {"Service chat", "NetworkPolicy chat-replicas", "PodDisruptionBudget chat"}
+    stage.eventually(lambda: told() == everything, "their events", 10)
     assert operator.process.poll() is None
 
 

@@ -1,5 +1,6 @@
 """The laws that hold at every step of a simulated cluster, whatever happens to it."""
 
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from slipway_api.rollout_spec import RolloutStrategy
 from slipway_operator.core.actions import DrainPod
 from slipway_operator.core.health import GONE_AFTER
 from slipway_operator.core.observed import Observed
-from slipway_operator.core.service.plan import Plan
+from slipway_operator.core.service.plan import Plan, plan
 from slipway_operator.core.service.replicas.assign import SCALING_DOWN
 from slipway_operator.core.service.replicas.drain import GRACE_AFTER_DRAIN_SECONDS
 from tests.builders import UID
@@ -164,3 +165,11 @@ def check_total(world: "SimulatedCluster") -> None:
     live = [pod for pod in here if pod.is_live]
     most = world.desired + world.service.spec.rollout.rolling_update.max_surge
     assert len(live) + len(draining) <= most, f"{len(live)} live and {len(draining)} draining: more than {most}"
+
+
+def check_refusals_change_no_other_decision(made: Plan, observed: Observed, now: datetime) -> None:
+    """A refused write is reported, and what a plan does about everything else does not depend on it."""
+    if not observed.failures:
+        return
+    unaware = plan(replace(observed, failures=()), now)
+    assert made.actions == unaware.actions, "a refusal changed a decision"

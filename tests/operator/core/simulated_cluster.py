@@ -13,10 +13,8 @@ from typing import Any
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
 from slipway_api.vocabulary import CONDITIONS
-from slipway_operator.core.actions import (
-    Event,
-    SmokeResult,
-)
+from slipway_operator.core.actions import Action, Event, SmokeResult, describe, events_of
+from slipway_operator.core.lanes import in_order, lane_of, waits_for
 from slipway_operator.core.observed import (
     AccountingMemory,
     Demand,
@@ -34,12 +32,13 @@ from slipway_operator.core.observed import (
 from slipway_operator.core.service.plan import Plan, plan
 from tests.builders import DEFAULTS, T0, digests, serving_digests
 from tests.operator.core import laws, quiet_time
-from tests.operator.core.simulated_executor import TICK, execute
+from tests.operator.core.simulated_executor import TICK, execute, is_write
 from tests.operator.core.simulated_faults import Faults
 from tests.operator.core.simulated_pod import SimulatedPod
 from tests.operator.core.simulated_traffic import SimulatedTraffic
 from tests.operator.core.stale_cache import StaleCache
 
+REFUSED_PAUSE = timedelta(seconds=5)
 HANG_LIMIT = timedelta(seconds=120)  # the runtime's --hang-seconds
 DOCUMENTED = {(row.type.value, row.status.value, row.reason.value) for row in CONDITIONS}
 
@@ -61,6 +60,8 @@ class SimulatedCluster(Faults):
         self.children: dict[str, dict[str, Any]] = {}
         self.taken: frozenset[str] = frozenset()
         self.failures: tuple[Failure, ...] = ()
+        self.refused: dict[str, str] = {}  # by type of action: the reason with which the API server refuses its write
+        self.has_news = False  # the last pass was refused something else than the one before
         self.recommendations: tuple[PastRecommendation, ...] = ()
         self.scaling_memory = ScalingMemory()
         self.demand: Callable[[SimulatedCluster], Demand | None] = lambda world: None  # what gateways report
@@ -155,7 +156,7 @@ class SimulatedCluster(Faults):
             if self.lose_status_writes:
                 self.due = self.now  # the shell sees the write fail and tries again
                 return made
-            if die_after is not None or made.requeue_after != 0.0:
+            if die_after is not None or (made.requeue_after != 0.0 and not self.has_news):
                 return made
         raise AssertionError("the plan never comes to rest")
 
@@ -167,11 +168,22 @@ class SimulatedCluster(Faults):
         laws.check_victims(made, observed)
         laws.check_weights(made, observed)
         laws.check_records(made, observed)
-        for position, action in enumerate(made.actions):
+        laws.check_refusals_change_no_other_decision(made, observed, self.now)
+        done, failures, stopped = list[Action](), list[Failure](), set[str]()
+        for position, action in enumerate(in_order(made.actions) if self.refused else made.actions):
             if die_after is not None and position >= die_after:
                 self.restart_operator()
                 return made
-            execute(self, action, observed)
+            if lane_of(action) in stopped or waits_for(action) & stopped:
+                stopped.add(lane_of(action))
+            elif is_write(action) and (reason := self.refused.get(type(action).__name__)):
+                stopped.add(lane_of(action))
+                sentence = f"the API server refuses it: {reason}"
+                failures.append(Failure(action=describe(action), reason=reason, message=sentence, at=self.now))
+            else:
+                execute(self, action, observed)
+                done.append(action)
+        self._note_refusals(failures)
         if die_after is not None:
             self.restart_operator()
             return made
@@ -192,12 +204,21 @@ class SimulatedCluster(Faults):
                     self.failed_at.clear()  # another number or another spec is a new start
                 self.log.append(f"{self.clock} status: {status.desired_replicas} wanted, {status.ready_replicas} ready")
                 self.service = self.service.model_copy(update={"status": status})
-            self.events += made.events
+            self.events += (*events_of(done), *made.notes)
             self.told |= {(one.type, one.status.value, one.reason) for one in status.conditions}
             assert self.told <= DOCUMENTED, self.told - DOCUMENTED
         self.ready_before = self.ready_before if self.lose_status_writes else made.ready
         laws.check_slots(self)
         return made
+
+    def _note_refusals(self, failures: list[Failure]) -> None:
+        """As the executor does: the next plan reports them, and what was refused is tried again after a pause."""
+        if failures:
+            again_at = self.now + REFUSED_PAUSE
+            self.due = again_at if self.due is None else min(self.due, again_at)
+        was = [(one.action, one.reason) for one in self.failures]
+        self.failures = tuple(failures)
+        self.has_news = was != [(one.action, one.reason) for one in failures]
 
     def restart_operator(self) -> None:
         """A new leader: nothing that lived in memory is left."""

@@ -47,8 +47,7 @@ _FACTS = {
 
 def execute(world: "SimulatedCluster", action: Any, observed: Observed) -> None:
     world.log.append(f"{world.clock} {type(action).__name__} {getattr(action, 'name', '')} {action.reason}")
-    if not isinstance(action, AskSmokeTests) and not (isinstance(action, DrainPod) and action.marked):
-        world.writes += 1
+    world.writes += is_write(action)
     assert world.service is not None
     match action:
         case AddFinalizer(finalizer=finalizer):
@@ -83,6 +82,11 @@ def execute(world: "SimulatedCluster", action: Any, observed: Observed) -> None:
             (hash,) = {one.hash for one in world.revisions.values() if one.uid == action.uid}
             assert hash not in {pod.replica.revision for pod in world.pods.values()}, "its pods still exist"
             del world.revisions[action.name]
+
+
+def is_write(action: Any) -> bool:
+    """Whether it is a write to the API server, and not only a call to a replica."""
+    return not isinstance(action, AskSmokeTests) and not (isinstance(action, DrainPod) and action.marked)
 
 
 def _ask_smoke_tests(world: "SimulatedCluster", action: AskSmokeTests) -> None:

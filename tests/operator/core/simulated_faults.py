@@ -40,9 +40,12 @@ class Faults:
     def fail(self, name: str, reason: str = "Error") -> None:
         self.faults += 1
         pod = self.pods[name]
+        if pod.replica.phase == "Failed":
+            return  # a pod ends once
         pod.replica = replace(pod.replica, phase="Failed", phase_reason=reason, ready=False, ready_since=None)
         node = self.nodes.get(pod.replica.node)
-        if node is None or node.ready:  # what was lost with its node is replaced for that, without a pause
+        # What was lost with its node, or was about to be moved off it, is replaced for that, without a pause.
+        if node is None or (node.ready and not node.cordoned):
             self.failed_at[pod.replica.revision, pod.replica.slot] = self.now
 
     def flap(self, name: str, seconds: float) -> None:

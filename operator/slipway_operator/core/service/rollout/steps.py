@@ -58,6 +58,59 @@ class RolloutStep:
     is_held: bool = False  # a record is missing: no replica leaves for another, or because fewer are desired
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sets:
+    """The replicas of a service as every step of a rollout counts them."""
+
+    new: list[Member]  # of the revision that is rolled out
+    old: list[Member]  # of all others
+    stable_live: list[Member]  # old, live, and of the stable revision
+    others_live: list[Member]  # old, live, and of a third revision
+    draining: list[Member]  # drain, and still count, because they hold their GPU
+    doubles: int  # new ones beside the one that they replace
+
+    @property
+    def old_live(self) -> list[Member]:
+        return [member for member in self.old if member.is_live]
+
+    @property
+    def new_live(self) -> int:
+        """Slots of the new revision with a live replica."""
+        return sum(member.is_live for member in self.new) - self.doubles
+
+    @property
+    def stable_slots(self) -> int:
+        """Slots of the stable revision with a live replica; one that is moved off its node has two for a while."""
+        return len({member.replica.slot for member in self.stable_live})
+
+    @property
+    def new_waits_for_node(self) -> bool:
+        return any(member.stage is Stage.UNSCHEDULABLE or member.stage.is_queued for member in self.new)
+
+    @property
+    def old_drains(self) -> bool:
+        return any(member in self.old for member in self.draining)
+
+    def room(self, desired: int, limits: RollingUpdate) -> int:
+        """Places for new replicas: 3 desired + 1 surge - 2 old live - 1 that drains = 1 place."""
+        taken = len(self.stable_live) + len(self.others_live) + len(self.draining) + self.doubles
+        return desired + limits.max_surge - taken
+
+
+def _sets(members: Sequence[Member], revisions: Revisions) -> _Sets:
+    new = [member for member in members if member.replica.revision == revisions.update]
+    old = [member for member in members if member.replica.revision != revisions.update]
+    live = [member for member in old if member.is_live]
+    return _Sets(
+        new=new,
+        old=old,
+        stable_live=[member for member in live if member.replica.revision == revisions.stable],
+        others_live=[member for member in live if member.replica.revision != revisions.stable],
+        draining=[member for member in members if _drains_and_counts(member, revisions.update)],
+        doubles=_doubles(new),
+    )
+
+
 def step(
     members: Sequence[Member],
     *,
@@ -67,43 +120,33 @@ def step(
     nodes: Mapping[str, Node],
 ) -> RolloutStep:
     """The next step towards `desired` replicas, all of the update revision."""
-    new = [member for member in members if member.replica.revision == revisions.update]
-    old = [member for member in members if member.replica.revision != revisions.update]
-    old_live = [member for member in old if member.is_live]
-    still_draining = [member for member in members if _drains_and_counts(member, revisions.update)]
-    doubles = _doubles(new)
-    new_waits_for_node = any(member.stage is Stage.UNSCHEDULABLE or member.stage.is_queued for member in new)
-
-    new_ready = _ready(new)
-    # 3 desired + 1 surge - 2 old live - 1 that drains = 1 place.
-    room = desired + limits.max_surge - len(old_live) - len(still_draining) - doubles
-    new_live = sum(member.is_live for member in new) - doubles
-    rebuild = _stable_to_rebuild(old_live, new, revisions=revisions, desired=desired, limits=limits)
-    rebuild_now = min(rebuild, max(0, room - new_live))
-    stable_live = sum(member.replica.revision == revisions.stable for member in old_live)
+    sets = _sets(members, revisions)
+    old_live, new_ready, room = sets.old_live, _ready(sets.new), sets.room(desired, limits)
+    rebuild = _stable_to_rebuild(old_live, sets.new, revisions=revisions, desired=desired, limits=limits)
+    rebuild_now = min(rebuild, max(0, room - sets.new_live))
     stable_is_kept = revisions.is_stored and revisions.stable != revisions.update
-    is_rolling = bool(old_live) or rebuild > 0 or any(member in old for member in still_draining)
+    is_rolling = bool(old_live) or rebuild > 0 or sets.old_drains
     serves_instead = new_ready >= desired
     hashes = {revisions.update, revisions.stable or revisions.update, *(one.replica.revision for one in members)}
     return RolloutStep(
         is_rolling=is_rolling,
         create_up_to=max(0, min(desired, room - rebuild_now)),
         # Moving a replica off a cordoned node takes the same surge; while a rollout runs it does the moving itself.
-        moves=0 if old_live else max(0, limits.max_surge - doubles - len(still_draining)),
+        moves=0 if old_live else max(0, limits.max_surge - sets.doubles - len(sets.draining)),
         leaving=_old_that_may_go(
-            old,
+            sets.old,
             new_ready=new_ready,
             desired=desired,
             limits=limits,
             nodes=nodes,
             keeps_broken=lambda member: (
-                member.replica.revision == revisions.stable and (stable_is_kept or not new_waits_for_node)
+                member.replica.revision == revisions.stable and (stable_is_kept or not sets.new_waits_for_node)
             ),
         ),
         serves_instead=serves_instead,
-        stable_up_to=stable_live + rebuild_now,
-        stable_wanted=stable_live + rebuild,
-        replace_broken_stable=new_waits_for_node,
+        stable_up_to=sets.stable_slots + rebuild_now,
+        stable_wanted=len(sets.stable_live) + rebuild,
+        replace_broken_stable=sets.new_waits_for_node,
         weights=weights(
             members,
             sorted(hashes),
@@ -130,37 +173,30 @@ def split_step(
     A surplus of stable replicas leaves as far as enough others are ready; replicas of any third revision leave. Stable
     replicas that are missing are started before new ones, because they are known to serve.
     """
-    new = [member for member in members if member.replica.revision == revisions.update]
-    old = [member for member in members if member.replica.revision != revisions.update]
-    stable_live = [one for one in old if one.is_live and one.replica.revision == revisions.stable]
-    others = [one for one in old if one.is_live and one.replica.revision != revisions.stable]
-    draining = [member for member in members if _drains_and_counts(member, revisions.update)]
-    doubles = _doubles(new)
-    new_waits_for_node = any(member.stage is Stage.UNSCHEDULABLE or member.stage.is_queued for member in new)
-
-    # 3 desired + 1 surge - 3 stable live - 0 that drain = 1 place for a canary.
-    room = desired + limits.max_surge - len(stable_live) - len(others) - len(draining) - doubles
-    new_live = sum(member.is_live for member in new) - doubles
+    sets = _sets(members, revisions)
+    stable_live, others, room = sets.stable_live, sets.others_live, sets.room(desired, limits)
     rebuild = max(0, stable_wanted - len(stable_live)) if revisions.is_stored else 0
-    rebuild_now = min(rebuild, max(0, room - new_live))
+    rebuild_now = min(rebuild, max(0, room - sets.new_live))
     surplus = _cheapest(stable_live, nodes)[: max(0, len(stable_live) - stable_wanted)]
     spare = max(0, _ready(members) - max(0, desired - limits.max_unavailable))
     ready_to_go = [one for one in [*_cheapest(others, nodes), *surplus] if one.is_ready][:spare]
     leaving = [(one, REPLACED) for one in [*others, *surplus] if not one.is_ready or one in ready_to_go]
-    lost = [one for one in old if one.stage is Stage.LOST and (is_finished or one.replica.revision != revisions.stable)]
+    lost = [
+        one for one in sets.old if one.stage is Stage.LOST and (is_finished or one.replica.revision != revisions.stable)
+    ]
     if _ready(members) >= desired:
         leaving += [(one, "its node does not answer, and enough replicas serve elsewhere") for one in lost]
     hashes = {revisions.update, revisions.stable, *(one.replica.revision for one in members)}
-    is_rolling = bool(stable_live or others) or any(one in old for one in draining) or not is_finished
+    is_rolling = bool(stable_live or others) or sets.old_drains or not is_finished
     return RolloutStep(
         is_rolling=is_rolling and desired > 0,
         create_up_to=max(0, min(update_wanted, room - rebuild_now)),
         moves=0,
         leaving=tuple(leaving),
-        serves_instead=is_finished and desired > 0 and _ready(new) >= desired,
-        stable_up_to=len(stable_live) + rebuild_now,
+        serves_instead=is_finished and desired > 0 and _ready(sets.new) >= desired,
+        stable_up_to=sets.stable_slots + rebuild_now,
         stable_wanted=len(stable_live) + rebuild,
-        replace_broken_stable=new_waits_for_node,
+        replace_broken_stable=sets.new_waits_for_node,
         weights=split_weights(members, sorted(hashes), revisions, weight=weight, recorded=recorded),
         update_wanted=update_wanted,
     )
@@ -170,23 +206,21 @@ def recreate_step(
     members: Sequence[Member], *, revisions: Revisions, desired: int, nodes: Mapping[str, Node]
 ) -> RolloutStep:
     """The next step without a spare GPU: every old replica finishes its requests and leaves, then new ones start."""
-    new = [member for member in members if member.replica.revision == revisions.update]
-    old = [member for member in members if member.replica.revision != revisions.update]
-    old_live = [member for member in old if member.is_live]
-    leaves = [member for member in old if _drains_and_counts(member, revisions.update)]
-    serves_instead = _ready(new) >= desired
-    is_rolling = bool(old_live or leaves)
+    sets = _sets(members, revisions)
+    serves_instead = _ready(sets.new) >= desired
+    is_rolling = bool(sets.old_live) or sets.old_drains
     hashes = {revisions.update, revisions.stable or revisions.update, *(one.replica.revision for one in members)}
     return RolloutStep(
         is_rolling=is_rolling or (desired > 0 and not serves_instead and revisions.stable != revisions.update),
         create_up_to=0 if is_rolling else desired,
         moves=0,
         leaving=tuple(
-            (one, REPLACED) for one in _cheapest([*old_live, *(one for one in old if one.stage is Stage.LOST)], nodes)
+            (one, REPLACED)
+            for one in _cheapest([*sets.old_live, *(one for one in sets.old if one.stage is Stage.LOST)], nodes)
         ),
         serves_instead=serves_instead,
         stable_up_to=0,
-        stable_wanted=sum(one.replica.revision == revisions.stable for one in old_live),
+        stable_wanted=len(sets.stable_live),
         weights=weights(
             members,
             sorted(hashes),
