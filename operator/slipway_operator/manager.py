@@ -158,7 +158,7 @@ class Manager:
             replicas.signals,
             replicas.state,
             on_news=self._wake_after_sample,
-            on_error=self._count_silence,
+            on_error=lambda error: metrics.signal_errors.labels(type(error).__name__).inc(),
             is_ours=self._is_ours,
             now=clock.now,
         )
@@ -485,9 +485,6 @@ class Manager:
 
     def _count_prometheus(self, error: Exception) -> None:
         self._metrics.prometheus_errors.labels(type(error).__name__).inc()
-
-    def _count_silence(self, error: Exception) -> None:
-        self._metrics.signal_errors.labels(type(error).__name__).inc()
 
 
 def _key_of(owner: ServiceKey | PoolKey) -> Key:
