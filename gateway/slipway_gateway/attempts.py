@@ -94,6 +94,7 @@ async def rejected_attempt(fleet: Fleet, endpoint: Endpoint, reply: Reply) -> Re
         # Its port asks for the gateway's token alone, so it is not the client at fault: the key was replaced (ADR 172).
         fleet.record_unavailable(endpoint, UNAVAILABLE_SECONDS)
         answer = refuses_gateway().response()
+        assert isinstance(answer.body, bytes)
         return RejectedAttempt(AttemptFailure.UNAVAILABLE, answer.status, CIMultiDict(answer.headers), answer.body)
     is_ours = HEADER_MODEL in reply.headers
     was_started = is_ours and HEADER_NOT_STARTED not in reply.headers
