@@ -44,6 +44,7 @@ INSTEAD_OF_RUNNING: Mapping[Block, str] = {
     ("docs/install.md", "docker buildx bake "): DOCKER,
     ("docs/install.md", "helm upgrade --install slipway "): AN_INSTALLATION,
     ("docs/install.md", "make e2e KUBECONFIG="): A_CLUSTER,
+    ("docs/versions.md", "echo '{"): "builds the plugin for four platforms: tests/release builds that of this one",
     ("docs/model-cache.md", "mkdir -p /var/lib/slipway/models "): "writes to the nodes of a cluster",
     ("docs/observability.md", "helm upgrade slipway "): AN_INSTALLATION,
     ("docs/serving.md", ".venv/bin/slipway-runtime serve "): A_MODEL_SERVER,

@@ -61,6 +61,7 @@ class SimulatedCluster(Faults):
         self.taken: frozenset[str] = frozenset()
         self.failures: tuple[Failure, ...] = ()
         self.refused: dict[str, str] = {}  # by type of action: the reason with which the API server refuses its write
+        self.has_refused = False  # in the last pass
         self.has_news = False  # the last pass was refused something else than the one before
         self.recommendations: tuple[PastRecommendation, ...] = ()
         self.scaling_memory = ScalingMemory()
@@ -213,6 +214,10 @@ class SimulatedCluster(Faults):
 
     def _note_refusals(self, failures: list[Failure]) -> None:
         """As the executor does: the next plan reports them, and what was refused is tried again after a pause."""
+        if not self.refused and not self.has_refused:
+            self.has_news = False
+            return  # a story that states the failures itself keeps them
+        self.has_refused = bool(self.refused)
         if failures:
             again_at = self.now + REFUSED_PAUSE
             self.due = again_at if self.due is None else min(self.due, again_at)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from slipway_api import names
 from slipway_api.conditions import EventReason
 from slipway_kube.errors import Forbidden
-from slipway_operator.controller.executor import ACTIONS_PER_PASS, Executor, Result
+from slipway_operator.controller.executor import ACTIONS_PER_PASS, Execution, Executor, Result
 from slipway_operator.controller.kinds import Key, Memory, StoredObject
 from slipway_operator.core.actions import (
     Action,
@@ -91,7 +91,7 @@ class Refusing(Executor):
         self.refused = refused
         self.tried: list[int] = []
 
-    async def _do(self, key: Key, stored: StoredObject, action: Action, memory: Memory) -> Result:
+    async def _do(self, key: Key, stored: StoredObject, action: Action, memory: Memory, execution: Execution) -> Result:
         self.tried.append(id(action))
         if id(action) in self.refused:
             raise Forbidden(403, "exceeded quota", reason="Forbidden")
