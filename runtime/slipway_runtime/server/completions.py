@@ -151,7 +151,11 @@ async def create_completion(http: Request) -> Response:
     prompts = await asyncio.gather(*(_prompt(body, prompt, model) for prompt in body.prompts))
     if not all(prompt.token_ids for prompt in prompts):
         raise ApiError(400, "prompt is empty: at least one token is needed", param="prompt")
-    logprobs = LogprobWriter(model.prompts.tokens, as_ids=bool(body.return_tokens_as_token_ids))
+    logprobs = LogprobWriter(
+        model.prompts.tokens,
+        as_ids=bool(body.return_tokens_as_token_ids),
+        hides_special=body.skip_special_tokens is not False,
+    )
     return await answer(
         Call(
             http=http,

@@ -13,11 +13,16 @@ _LEAST: Final = -9999.0
 
 
 class LogprobWriter:
-    """Writes logprobs for one vocabulary. `as_ids`: tokens are written as `token_id:5`, which is unique."""
+    """Writes logprobs for one vocabulary.
 
-    def __init__(self, tokens: TokenText, *, as_ids: bool = False) -> None:
+    `as_ids`: tokens are written as `token_id:5`, which is unique. `hides_special`: special tokens are not in the text
+    of the answer, so they take no place in it.
+    """
+
+    def __init__(self, tokens: TokenText, *, as_ids: bool = False, hides_special: bool = True) -> None:
         self._tokens = tokens
         self._as_ids = as_ids
+        self._hides_special = hides_special
 
     def name(self, token_id: int) -> str:
         """The token as text, or as `token_id:5`."""
@@ -43,7 +48,7 @@ class LogprobWriter:
         offsets = []
         for token_id in ids:
             offsets.append(offset)
-            offset += len(self._tokens.text_of(token_id))
+            offset += self.length([token_id])
         return {
             "text_offset": offsets,
             "token_logprobs": [None if token is None else _finite(token.logprob) for token in sampled],
@@ -56,8 +61,12 @@ class LogprobWriter:
         return [None if token is None else self._prompt_entry(token) for token in scored]
 
     def length(self, ids: Sequence[int]) -> int:
-        """Sum of the lengths of the tokens' texts, decoded one by one, as for `text_offset`."""
-        return sum(len(self._tokens.text_of(token_id)) for token_id in ids)
+        """Characters that the tokens take in the answer's text, decoded one by one, as for `text_offset`."""
+        return sum(
+            len(self._tokens.text_of(token_id))
+            for token_id in ids
+            if not (self._hides_special and self._tokens.is_special(token_id))
+        )
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = self._tokens.bytes_of(token_id)

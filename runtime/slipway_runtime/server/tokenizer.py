@@ -126,6 +126,15 @@ class TokenText:
         return {token_id: added.content for token_id, added in self._tokenizer.get_added_tokens_decoder().items()}
 
     @cached_property
+    def _special(self) -> frozenset[int]:
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return frozenset(token_id for token_id, token in added if token.special)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether decoding leaves the token out, if it skips special tokens."""
+        return token_id in self._special
+
+    @cached_property
     def _steps(self) -> list[dict[str, Any]]:
         """The steps of the decoder, or of the pre-tokenizer if the tokenizer has no decoder."""
         part = self._tokenizer.decoder or self._tokenizer.pre_tokenizer
