@@ -248,7 +248,7 @@ def _condition(
         )
     if step.analyze is not None and verdict is Verdict.INCONCLUSIVE:
         why = numbers if outcomes_since and numbers else "no gateway has reported outcomes of requests"
-        advice = "it holds until there is a verdict, or until somebody promotes or aborts it"
+        advice = "it holds until there is a verdict; promote or abort it to end the wait"
         return ConditionStatus.UNKNOWN, Reason.INCONCLUSIVE, f"{where}: {why}; {advice}"
     return ConditionStatus.UNKNOWN, Reason.ANALYZING, f"{where} since {status.started_time:%H:%M:%S} UTC"
 
