@@ -24,7 +24,17 @@ from slipway_runtime.models.config_keys import may_compute
 from slipway_runtime.models.config_values import ModelRefusedError, shown
 from slipway_runtime.models.families import words
 
-WRAPPERS: Final = words("gemma3 mistral3 llava llava_next internvl qwen2_vl qwen2_5_vl qwen3_vl")
+_DEFAULT_TEXT: Final = {  # the type of text_config if it names none, as in transformers
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+    "llava": "llama",
+    "llava_next": "llama",
+    "internvl": "qwen2",
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen3_vl": "qwen3_vl_text",
+}
+WRAPPERS: Final = frozenset(_DEFAULT_TEXT)
 _TEXT_TYPES: Final = {  # of text_config, and the family that computes the same
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
@@ -74,9 +84,7 @@ def text_part(raw: dict[str, Any]) -> dict[str, Any]:
     else:
         raise ModelRefusedError(f"config.json: text_config is {shown(inner)}; a {outer} model needs an object")
     shared = {key: raw[key] for key in _SHARED if raw.get(key) is not None}  # as in transformers, these win
-    said = inner.get(
-        "model_type", "mistral" if outer == "mistral3" else "gemma3_text" if outer == "gemma3" else "llama"
-    )
+    said = inner.get("model_type", _DEFAULT_TEXT[outer])
     text = {**inner, **shared, "model_type": _TEXT_TYPES.get(said, said) if isinstance(said, str) else said}
     return {
         key: _without_sections(value) if key in ("rope_scaling", "rope_parameters") else value

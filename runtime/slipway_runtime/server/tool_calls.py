@@ -49,7 +49,7 @@ class CallObject:
 
     @property
     def raw(self) -> str:
-        """All characters so far."""
+        """All characters so far, as the model wrote them."""
         return "".join(self._raw)
 
     @property
@@ -61,10 +61,15 @@ class CallObject:
         """The arguments so far, from a character on."""
         return "".join(self._arguments[start:])
 
-    def push(self, char: str) -> None:
+    def note(self, text: str) -> None:
+        """Keep text that the model wrote in another form; what it means is pushed with `is_written=False`."""
+        self._raw.extend(text)
+
+    def push(self, char: str, *, is_written: bool = True) -> None:
         """Parse one more character."""
         assert not self.is_complete
-        self._raw.append(char)
+        if is_written:
+            self._raw.append(char)
         if self._in_string:
             self._inside_a_string(char)
         elif self._where == "value":
@@ -362,8 +367,8 @@ class ToolCallParser:
         mark, self._mark = self._mark, ""
         if mark:
             yield TextEvent(mark)
-        for each in held:
-            yield from self._in_text(each)
+        for each in held:  # there may be a marker among them, after which calls are looked for again
+            yield from self._take(each)
 
     def _is_separator(self, seen: str) -> bool:
         return (
@@ -379,20 +384,23 @@ class ToolCallParser:
         return self.named and len(seen) < 200 and "\n" not in seen
 
     def _open(self, before: str) -> Iterator[Event]:
-        self._held = []
+        written, self._held = "".join(self._held)[:-1], []
         self._bracket = before if self.as_list and not self.named else ""
         self._call = self.calls.begin()
+        if self.named:
+            self._call.note(written)
         name = before.split("[", 1)[0].strip() if self.named else ""
         head = json.dumps({"name": name})[:-1] + ', "arguments": ' if name else ""
-        for char in head + "{":
-            self._call.push(char)
+        for char in head:
+            self._call.push(char, is_written=False)
+        self._call.push("{")
         self._has_bare_name = bool(name)
         return iter(())
 
     def _in_a_call(self, call: CallObject, char: str) -> Iterator[Event]:
         call.push(char)
         if self._has_bare_name and call.value_is_whole:
-            call.push("}")
+            call.push("}", is_written=False)
         if call.is_broken:
             before, self._call, self._where, self._mark = self._before, None, "text", ""
             yield TextEvent(before + call.raw)

@@ -81,6 +81,11 @@ def test_the_text_part_of_a_multimodal_model_equals_transformers(saved):
     check_logits(model, folder)
 
 
+@pytest.mark.parametrize(("wrapper", "family"), [("qwen3_vl", "qwen3"), ("internvl", "qwen2"), ("mistral3", "mistral")])
+def test_a_text_part_without_a_type_is_of_the_family_that_transformers_takes(wrapper, family):
+    assert parse_config({"model_type": wrapper, "text_config": TEXT}).model_type == family
+
+
 def test_every_wrapper_is_compared():
     assert set(SHAPES) == WRAPPERS
 

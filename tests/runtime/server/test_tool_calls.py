@@ -196,6 +196,16 @@ def test_text_without_a_call_keeps_every_visible_character(form: str, parts: lis
     assert "".join(said.split()) == "".join(text.split())
 
 
+@pytest.mark.parametrize(
+    "text", ["[TOOL_CALLS]<tool_call>{", '[TOOL_CALLS] nobody[ARGS]{"a": 1}', "[TOOL_CALLS]time{}", "[TOOL_CALLS][{"]
+)
+def test_a_bare_name_that_is_no_function_stays_as_it_was_written(text: str):
+    """It was rewritten to JSON; found by the test above."""
+    said, found, _ = read(parser_of("mistral", {"nobody else"}), text, [])
+
+    assert (said, found) == (text, [])
+
+
 def test_a_live_call_streams_its_name_first_and_then_its_arguments_in_pieces():
     parser = parser_of("array", NAMES, live=True)
     _, _, events = read(parser, f"[{A}]", list(range(0, 90, 7)))
