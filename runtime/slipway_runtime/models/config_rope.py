@@ -104,11 +104,7 @@ def rope_scaling(model_type: str, raw: dict[str, Any], turned: int) -> RopeScali
     if unknown:
         raise ModelRefusedError(f"config.json: rope_type {kind!r} with {', '.join(unknown)} is not supported")
     longest = whole(raw, "max_position_embeddings", at_most=MOST_POSITIONS)
-    trained = longest
-    for place in (raw, block):
-        if place.get("original_max_position_embeddings") is not None:
-            trained = whole(place, "original_max_position_embeddings", at_most=MOST_POSITIONS)
-            break
+    trained = _trained_context(raw, block)
     match kind:
         case "default":
             return RopeScaling(kind)
@@ -129,6 +125,13 @@ def rope_scaling(model_type: str, raw: dict[str, Any], turned: int) -> RopeScali
                 original_max_position=trained,
             )
     return _yarn(block, trained, longest)
+
+
+def _trained_context(raw: dict[str, Any], block: dict[str, Any]) -> int:
+    for place in (raw, block):
+        if place.get("original_max_position_embeddings") is not None:
+            return whole(place, "original_max_position_embeddings", at_most=MOST_POSITIONS)
+    return whole(raw, "max_position_embeddings", at_most=MOST_POSITIONS)
 
 
 def _yarn(block: dict[str, Any], trained: int, longest: int) -> RopeScaling:
@@ -179,7 +182,7 @@ def longest_context(raw: dict[str, Any], scaling: RopeScaling) -> int:
     """Longest context length of the model, RoPE scaling included."""
     longest = whole(raw, "max_position_embeddings", at_most=MOST_POSITIONS)
     if _scales_queries(raw):  # from here on the scores are scaled by position, which no kernel does
-        return min(longest, scaling.original_max_position)
+        return min(longest, _trained_context(raw, raw["rope_parameters"]))
     if scaling.kind == "linear":
         return min(int(longest * scaling.factor), MOST_POSITIONS)
     if scaling.kind == "yarn":

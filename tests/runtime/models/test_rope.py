@@ -53,3 +53,25 @@ def test_the_table_reaches_to_the_end_of_the_stretched_context():
     torch.testing.assert_close(sin[0, 0, 64:], angle.sin() * sharp, atol=2e-3, rtol=0)
     with pytest.raises(IndexError):
         rotary(torch.tensor([16_384]))
+
+
+@pytest.mark.capability("API-28")
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0},
+        {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    ],
+    ids=lambda block: block["rope_type"],
+)
+def test_queries_scaled_by_position_limit_the_context_whatever_the_rope_type(block):
+    """review/engine.md F1: with rope_type default the limit was that of the file, and tokens beyond were wrong."""
+    scaled = {"rope_theta": 1e6, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}
+    config = parse_config({
+        "model_type": "ministral3", "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "head_dim": 12,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+        "rope_parameters": {**scaled, **block},
+    })  # fmt: skip
+    assert config.max_position == 16
