@@ -260,12 +260,7 @@ class LayerLoader:
         )
 
     def _wide_norms(self, prefix: str) -> tuple[RMSNorm, RMSNorm]:
-        config, ranks = self._config, self._share.size
-        if ranks > 1:
-            raise ModelRefusedError(
-                f"tensor_parallel_size is {ranks}: {config.model_type} models have a norm over all heads, which ranks "
-                "with a part of the heads cannot compute"
-            )
+        config = self._config
         q, k = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
         return self.norm(f"{prefix}.q_norm", q), self.norm(f"{prefix}.k_norm", k)
 

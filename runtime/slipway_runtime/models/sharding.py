@@ -137,6 +137,8 @@ def _refusal(config: ModelConfig, size: int) -> str:
             f"a rank needs the same number of the {heads} query heads, and whole heads or a copy of one of the "
             f"{kv_heads} key-value heads; " + (f"use {possible} or 1" if possible else "use 1")
         )
+    if config.wide_qk_norm and size > 1:
+        return f"{config.model_type} models have a norm over all heads, and a rank has a part of them; use 1"
     features = [config.intermediate_size, *([] if config.experts is None else [config.experts.intermediate_size])]
     if min(features) < size:
         return f"the model has {min(features)} inner features, fewer than ranks; use at most {min(features)}"

@@ -4,23 +4,25 @@ import pytest
 
 from slipway_runtime.engine.build import build_engine
 from slipway_runtime.models.config import ModelRefusedError
-from tests.runtime.checkpoints import a_checkpoint, greedy
+from tests.runtime.checkpoints import OTHER_FAMILIES, a_checkpoint, greedy
 from tests.runtime.engine.test_engine import PROMPTS, ask, run
 from tests.runtime.models.test_quantized_checkpoint import FORMATS, a_quantized_checkpoint
 
 FAMILIES = {
-    "gemma3_text": {"head_dim": 12, "sliding_window": 9, "num_hidden_layers": 2,
-                    "layer_types": ["sliding_attention", "full_attention"]},
-    "phi3": {"sliding_window": 30},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 9},
+    "gemma3_text": ("gemma3_text", {"head_dim": 12, "sliding_window": 9, "num_hidden_layers": 2,
+                                    "layer_types": ["sliding_attention", "full_attention"]}),
+    "phi3": ("phi3", {"sliding_window": 30}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 9}),
+    **OTHER_FAMILIES,
 }  # fmt: skip
 
 
-@pytest.mark.capability("API-20", "API-21")
+@pytest.mark.capability("API-20", "API-21", "API-28")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_engine_writes_what_transformers_writes(family, tmp_path):
-    model = a_checkpoint(tmp_path, family, **FAMILIES[family])
+    kind, shape = FAMILIES[family]
+    model = a_checkpoint(tmp_path, kind, **shape)
     engine = build_engine(
         tmp_path, kv_cache_bytes=4 << 20, max_num_seqs=4, max_num_batched_tokens=32, max_model_len=160
     )

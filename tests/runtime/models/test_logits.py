@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slipway_runtime.kernels import native
-from tests.runtime.checkpoints import a_checkpoint
+from tests.runtime.checkpoints import OTHER_FAMILIES, a_checkpoint
 from tests.runtime.machine import Machine, Stretch
 from tests.runtime.models.logits import KERNELS, Bench, assert_close, check_logits, oracle, some_tokens
 
@@ -85,35 +85,6 @@ EXPERTS = {
                             "rope_parameters": {
                                 "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 8.0, "truncate": False,
                                 "original_max_position_embeddings": 64}}),
-}  # fmt: skip
-
-
-_WINDOWS = {"sliding_window": 9, "num_hidden_layers": 3,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}  # fmt: skip
-OTHER_FAMILIES = {
-    "gemma": ("gemma", {**_SINGLE_HEADS}),
-    "ministral": ("ministral", {**_WINDOWS, "head_dim": 12}),
-    "ministral3 within its trained context": ("ministral3", {"head_dim": 12, "rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 64,
-        "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}}),
-    "cwm": ("cwm", {**_WINDOWS, "head_dim": 12}),
-    "seed_oss": ("seed_oss", {"head_dim": 12, "attention_bias": True, "attention_out_bias": False}),
-    "seed_oss with a bias of o": ("seed_oss", {"head_dim": 12, "attention_out_bias": True}),
-    "granite": ("granite", {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22,
-                            "logits_scaling": 8.0}),
-    "granite with tied embeddings": ("granite", {"tie_word_embeddings": True, "residual_multiplier": 0.5}),
-    "olmo2": ("olmo2", {}),
-    "olmo3": ("olmo3", {**_WINDOWS}),
-    "olmo3 with stretched positions": ("olmo3", {**_WINDOWS, "rope_parameters": {
-        "full_attention": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, "attention_factor": 1.2,
-                           "original_max_position_embeddings": 16},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}}),
-    "exaone4": ("exaone4", {**_WINDOWS}),
-    "exaone4 without a window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
-    "ernie4_5": ("ernie4_5", {"head_dim": 12, "use_bias": True, "tie_word_embeddings": False}),
-    "helium": ("helium", {"head_dim": 12}),
-    "glm": ("glm", {"head_dim": 16}),
-    "glm4": ("glm4", {"head_dim": 16, "attention_bias": True}),
 }  # fmt: skip
 
 

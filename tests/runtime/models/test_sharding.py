@@ -13,7 +13,7 @@ from slipway_runtime.models.config import ModelRefusedError, read_config
 from slipway_runtime.models.decoder import load_decoder
 from slipway_runtime.models.quantized_checkpoint import WeightReader, parse_quantization
 from slipway_runtime.models.sharding import Shard, part_of
-from tests.runtime.checkpoints import a_checkpoint
+from tests.runtime.checkpoints import OTHER_FAMILIES, a_checkpoint
 from tests.runtime.machine import CPU, TINY, Machine, Stretch
 from tests.runtime.models.test_quantized_checkpoint import FORMATS, a_quantized_checkpoint
 from tests.runtime.shards import Shards
@@ -34,7 +34,18 @@ FAMILIES = {
     "qwen3_moe": ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16,
         "norm_topk_prob": True, "num_hidden_layers": 3, "mlp_only_layers": [1]}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "swiglu_limit": 1.5}),
+    **{name: entry for name, entry in OTHER_FAMILIES.items() if not name.startswith("olmo")},
 }  # fmt: skip
+
+
+@pytest.mark.capability("DD-3", "API-28")
+@pytest.mark.parametrize("family", ["olmo2", "olmo3"])
+def test_a_norm_over_all_heads_is_refused_before_anything_is_loaded(family, tmp_path):
+    kind, shape = OTHER_FAMILIES[family]
+    a_checkpoint(tmp_path, kind, **shape)
+
+    with pytest.raises(ModelRefusedError, match=f"tensor_parallel_size is 2: {family} models have a norm over all"):
+        part_of(read_config(tmp_path), 2)
 
 
 def some_work(vocabulary: int) -> list[tuple[Stretch, ...]]:
@@ -57,7 +68,7 @@ def differences(whole: Machine, shards: Shards, vocabulary: int) -> list[float]:
     return found
 
 
-@pytest.mark.capability("DD-3", "API-21")
+@pytest.mark.capability("DD-3", "API-21", "API-28")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_two_ranks_are_those_of_one(family, tmp_path):
     kind, shape = FAMILIES[family]
@@ -65,7 +76,7 @@ def test_logits_of_two_ranks_are_those_of_one(family, tmp_path):
     assert max(differences(Machine(tmp_path, rows=3), Shards(tmp_path, rows=3), 97)) < 1e-5
 
 
-@pytest.mark.capability("DD-3", "API-21")
+@pytest.mark.capability("DD-3", "DD-10", "API-21")
 @pytest.mark.parametrize(
     ("family", "size", "shape"),
     [

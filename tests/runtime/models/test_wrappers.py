@@ -8,22 +8,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from slipway_runtime.models.config import ModelRefusedError, parse_config
 from slipway_runtime.models.wrappers import WRAPPERS, text_tensors
-from tests.runtime.checkpoints import save_random
+from tests.runtime.checkpoints import SMALL, save_random
 from tests.runtime.models.logits import check_logits
 
-TEXT = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+TEXT = {**SMALL, "head_dim": 12}
 EYE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
 SQUARE = {**EYE, "patch_size": 14}
 QWEN_EYE = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "patch_size": 14}
