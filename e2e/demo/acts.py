@@ -83,7 +83,8 @@ class Acts:
     def promote_and_roll_back(self) -> None:
         """Two canaries under the same load: one like the revision before it, one that takes a request at a time."""
         old = wait_served(self.slipway, CANARY)
-        load = self.slipway.load(CANARY, concurrency=8, seconds=300, max_tokens=24, retry_429=True)
+        # Answers so long that waiting for one of them is unlike the noise of a shared machine.
+        load = self.slipway.load(CANARY, concurrency=8, seconds=300, max_tokens=64, retry_429=True)
         try:
             with step(6, "A canary that is promoted: 50 % of the requests, analysis, 100 %"):
                 print_note(
