@@ -291,7 +291,7 @@ def _template_arguments(body: ChatRequest, model: LoadedModel, http: Request, *,
             name = next((name for prefix, name in _EFFORT.items() if path.startswith(prefix)), "reasoning_effort")
             note_ignored(http, name)
     if is_bound:
-        # Read by the templates of Qwen3 and SmolLM3: without a reasoning parser a grammar binds the thoughts too, so the
-        # prompt says that there are none.
+        # Read by the templates of Qwen3 and SmolLM3. Without a reasoning parser a grammar binds the thoughts too, so
+        # the prompt says that there are none.
         arguments |= {"enable_thinking": False}
     return arguments | (body.chat_template_kwargs or {})
