@@ -196,7 +196,7 @@ def _retry_headers(seconds: float | None) -> dict[str, str]:
 
 
 def repeats_no_text(key: str) -> bool:
-    """Whether an error may repeat a client's key: it may hold any text, a prompt included, unless it looks like a name."""
+    """Whether an error may repeat a key of the client. It may hold any text, a prompt included, unless it is a name."""
     return _KEY.fullmatch(key) is not None
 
 

@@ -69,6 +69,6 @@ def _of_best_type(errors: Sequence[Any], depth: int) -> list[Any]:
 
 
 def _of_no_type(messages: Sequence[str]) -> str:
-    """What is wrong with a value of none of the types of its field: "Input should be a valid string or a valid list"."""
+    """What is wrong with a value of none of a field's types: "Input should be a valid string or a valid list"."""
     kinds = dict.fromkeys(message.removeprefix(_SHOULD_BE) for message in messages if message.startswith(_SHOULD_BE))
     return _SHOULD_BE + " or ".join(kinds) if kinds else messages[0]
