@@ -16,8 +16,8 @@ LEDGER = (ROOT / "docs" / "gpu-ledger.md").read_text()
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"]
 NOTHING_ON_A_GPU = "Nothing has run on a GPU yet."
 COMMAND = re.compile(r"python -m bench ([a-z_]+)")
-# A rate, or a ratio against a peer.
-FIGURE = re.compile(r"\d (?:tok/s|tokens a second)|\d(?:\.\d+)? ?× (?:faster|slower)|÷ \w")
+# A rate of tokens, or a comparison.
+FIGURE = re.compile(r"\d (?:tok/s|tokens a second)|\d(?:\.\d+)? ?× (?:faster|slower)")
 
 
 def sections(page: str) -> list[tuple[str, str]]:
