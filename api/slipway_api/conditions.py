@@ -24,6 +24,7 @@ class ConditionType(StrEnum):
     SCALING_ACTIVE = "ScalingActive"
     SUSPENDED = "Suspended"
     CANARY_HEALTHY = "CanaryHealthy"
+    ROLLOUT_HEALTHY = "RolloutHealthy"
     ADAPTERS_READY = "AdaptersReady"
     WITHIN_SLO = "WithinSLO"
     MODEL_CACHED = "ModelCached"
@@ -52,6 +53,7 @@ class Reason(StrEnum):
     IMAGE_PULL_FAILED = "ImagePullFailed"
     MODEL_NOT_FOUND = "ModelNotFound"
     CREDENTIALS_INVALID = "CredentialsInvalid"
+    POOL_NOT_FOUND = "PoolNotFound"
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
     QUOTA_EXCEEDED = "QuotaExceeded"
     REVISION_MISSING = "RevisionMissing"
@@ -92,7 +94,7 @@ class Reason(StrEnum):
     LIMITED_BY_MAX = "LimitedByMax"
     LIMITED_BY_BUDGET = "LimitedByBudget"
     LIMITED_BY_CAPACITY = "LimitedByCapacity"
-    # CanaryHealthy
+    # CanaryHealthy with strategy Canary, RolloutHealthy with any other
     ANALYZING = "Analyzing"
     PASSED = "Passed"
     FAILED = "Failed"
@@ -131,6 +133,8 @@ class EventReason(StrEnum):
     ROLLOUT_STARTED = "RolloutStarted"
     CANARY_STEP_COMPLETED = "CanaryStepCompleted"
     CANARY_PROMOTED = "CanaryPromoted"
+    GATES_PASSED = "GatesPassed"
+    ROLLOUT_PROMOTED = "RolloutPromoted"
     ROLLOUT_COMPLETED = "RolloutCompleted"
     SUSPENDED = "Suspended"
     RESUMED = "Resumed"
@@ -143,6 +147,7 @@ class EventReason(StrEnum):
     IMAGE_PULL_FAILED = "ImagePullFailed"
     MODEL_NOT_FOUND = "ModelNotFound"
     CREDENTIALS_INVALID = "CredentialsInvalid"
+    POOL_NOT_FOUND = "PoolNotFound"
     INTERNAL_ERROR = "InternalError"
     REVISION_MISSING = "RevisionMissing"
     QUOTA_EXCEEDED = "QuotaExceeded"
@@ -174,6 +179,7 @@ class EventReason(StrEnum):
     CANARY_ANALYSIS_FAILED = "CanaryAnalysisFailed"
     CANARY_INCONCLUSIVE = "CanaryInconclusive"
     CANARY_ROLLED_BACK = "CanaryRolledBack"
+    ROLLOUT_ROLLED_BACK = "RolloutRolledBack"
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
     SLO_EXCEEDED = "SLOExceeded"
     ERROR_BUDGET_BURNING = "ErrorBudgetBurning"
@@ -199,6 +205,8 @@ _NORMAL_EVENTS = frozenset(
         EventReason.ROLLOUT_STARTED,
         EventReason.CANARY_STEP_COMPLETED,
         EventReason.CANARY_PROMOTED,
+        EventReason.GATES_PASSED,
+        EventReason.ROLLOUT_PROMOTED,
         EventReason.CANARY_INCONCLUSIVE,  # so is every analysis until it has enough requests
         EventReason.ROLLOUT_COMPLETED,
         EventReason.SUSPENDED,

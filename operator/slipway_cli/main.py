@@ -114,7 +114,7 @@ def why_scale(name: Name, namespace: Namespace = "", context: Context = "", outp
 
 @app.command()
 def promote(name: Name, namespace: Namespace = "", context: Context = "") -> None:
-    """Let the canary skip its remaining steps: the new revision gets all traffic."""
+    """Skip the remaining gates and steps of the rollout: the new revision gets all traffic."""
     cluster = Cluster(namespace, context)
     _annotate(cluster, name, names.ANNOTATION_PROMOTE, _rolling(cluster.service(name)))
 

@@ -130,6 +130,17 @@ def check_weights(made: Plan, observed: Observed) -> None:
         assert ready.get(after.update_revision), "a weight without a ready canary"
 
 
+def check_words(made: Plan, observed: Observed) -> None:
+    """Conditions and events speak of a canary only if the strategy is Canary; a verdict of before may stay."""
+    if made.status is None or observed.service.spec.rollout.strategy is RolloutStrategy.CANARY:
+        return
+    before = {one.type for one in observed.service.status.conditions}
+    new = [one for one in made.status.conditions if one.type not in before or one.reason == Reason.ROLLED_BACK]
+    told = [f"{one.type} {one.message}" for one in new]
+    told += [f"{event.reason.value} {event.message}" for event in made.events]
+    assert not [one for one in told if "canary" in one.lower()], "no canary is rolled out"
+
+
 def check_records(made: Plan, observed: Observed) -> None:
     """Without the record of the revision that served last, nothing takes its place unless a person promotes it."""
     before = observed.service.status

@@ -175,7 +175,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
         actions=steps.actions,
         status=status,
         notes=(
-            *wait_events(service.status, decided.pool_wait),
+            *wait_events(service.status, status, decided.pool_wait),
             *cache.events,
             *decided.assignment_events,
             *rolling.progress.events,

@@ -38,7 +38,7 @@ from tests.builders import (
 )
 from tests.operator.core.scaling.gateways import Gateways
 from tests.operator.core.service.rollouts import a_world as a_canary_world
-from tests.operator.core.service.rollouts import roll
+from tests.operator.core.service.rollouts import annotate, roll
 from tests.operator.core.simulated_cluster import SimulatedCluster
 from tests.operator.core.simulated_traffic import Behaviour
 
@@ -160,7 +160,9 @@ def a_warm_pool() -> Said:
     )
     full = replace(seen(service), warm=WarmSupply(pool="pool", pool_uid="uid-of-pool", pods=(pod,)))
     empty = replace(seen(service), warm=WarmSupply(pool="pool", pool_uid="uid-of-pool"))
-    return said_in([plan(full, T0), plan(empty, T0)])
+    required = one(warmPool={"name": "pool", "policy": "Require"})
+    missing = replace(seen(required), warm=WarmSupply(pool="pool"))
+    return said_in([plan(full, T0), plan(empty, T0), plan(missing, T0)])
 
 
 def one_name_for_two_services() -> Said:
@@ -276,6 +278,21 @@ def life_of_a_canary() -> Said:
     return world.told, set(world.event_reasons())
 
 
+def life_of_a_blue_green_rollout() -> Said:
+    rollout = {
+        "strategy": "BlueGreen",
+        "rollingUpdate": {"maxSurge": 4},
+        "gates": {"smoke": [{"prompt": "2+2=", "mustMatch": "4"}]},
+    }
+    world = a_canary_world(rollout=rollout)
+    roll(world)
+    world.run(100)
+    _, third = roll(world, maxModelLen=99)
+    annotate(world, abort=third)
+    world.run(20)
+    return world.told, set(world.event_reasons())
+
+
 def without_its_stable_revision() -> Said:
     world = a_canary_world(rate=0.1)
     old, _ = roll(world)
@@ -365,6 +382,7 @@ SCENARIOS: list[Callable[[], Said]] = [
     scaled_to_zero_and_activated_in_vain,
     disrupted_and_suspended,
     life_of_a_canary,
+    life_of_a_blue_green_rollout,
     without_its_stable_revision,
     by_a_fault_of_the_operator,
     edited_children,

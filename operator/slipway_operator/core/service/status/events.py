@@ -160,6 +160,7 @@ _WARNINGS = {
     (ConditionType.READY, Reason.MOUNT_FAILED): EventReason.MOUNT_FAILED,
     (ConditionType.CANARY_HEALTHY, Reason.INCONCLUSIVE): EventReason.CANARY_INCONCLUSIVE,
     (ConditionType.CANARY_HEALTHY, Reason.ROLLED_BACK): EventReason.CANARY_ROLLED_BACK,
+    (ConditionType.ROLLOUT_HEALTHY, Reason.ROLLED_BACK): EventReason.ROLLOUT_ROLLED_BACK,
     (ConditionType.SCALING_ACTIVE, Reason.METRICS_STALE): EventReason.METRICS_STALE,
     (ConditionType.SCALING_ACTIVE, Reason.KEY_REFUSED): EventReason.KEY_REFUSED,
     (ConditionType.SCALING_ACTIVE, Reason.METRICS_MISSING): EventReason.SCALING_HELD,
