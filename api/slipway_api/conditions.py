@@ -103,6 +103,7 @@ class Reason(StrEnum):
     # AdaptersReady
     ADAPTERS_LOADED = "AdaptersLoaded"
     ADAPTERS_MISSING = "AdaptersMissing"
+    ADAPTERS_FAILED = "AdaptersFailed"
     # WithinSLO
     WITHIN_LIMITS = "WithinLimits"
     LIMIT_EXCEEDED = "LimitExceeded"
@@ -166,6 +167,7 @@ class EventReason(StrEnum):
     MODEL_DOWNLOAD_FAILED = "ModelDownloadFailed"
     REPLICA_UNHEALTHY = "ReplicaUnhealthy"
     INVALID_LOGITS = "InvalidLogits"
+    ADAPTERS_FAILED = "AdaptersFailed"
     REPLICA_REPLACED = "ReplicaReplaced"
     LABELS_RESTORED = "LabelsRestored"
     CHILD_RESTORED = "ChildRestored"

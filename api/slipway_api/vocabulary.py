@@ -304,6 +304,15 @@ _CAUSES: Final[dict[ConditionType, tuple[tuple[ConditionStatus, Reason, Cause], 
                 "Read the conditions of the adapters that the message names.",
             ),
         ),
+        (
+            _FALSE,
+            Reason.ADAPTERS_FAILED,
+            Cause(
+                "Replicas serve without an adapter of spec.runtime.args; the message has the runtime's reason.",
+                Helper.AUTHOR,
+                "Correct --adapter in spec.runtime.args, or make a LoRAAdapter of it, which is tried again.",
+            ),
+        ),
     ),
     ConditionType.WITHIN_SLO: (
         (
@@ -411,6 +420,7 @@ EVENTS: Final = {
     **{EventReason(reason.value): STALLED_CAUSES[reason].meaning for reason in _STALLED_EVENTS},
     EventReason.NO_GATEWAY: "No gateway answers the operator: no client reaches the service.",
     EventReason.INVALID_LOGITS: "Replicas computed NaN or infinite logits: these answers ended with an error.",
+    EventReason.ADAPTERS_FAILED: "Replicas could not load an adapter of spec.runtime.args; the runtime's reason.",
     EventReason.METRICS_STALE: "Some ready replicas do not report their load.",
     EventReason.KEY_REFUSED: "Ready replicas refuse the operator's token (401): was slipway-admin-master replaced?",
     EventReason.SCALING_HELD: "No ready replica, or no gateway of a service at zero, reports: the number stays.",

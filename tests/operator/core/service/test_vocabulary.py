@@ -17,7 +17,7 @@ from slipway_api.slo import SLOPeriod, SLOStatus
 from slipway_api.vocabulary import CONDITIONS, EVENTS, LIMITS
 from slipway_operator.controller.internal_error import internal_error_status
 from slipway_operator.controller.reconciler import restoration
-from slipway_operator.core.observed import Failure, GatewayCount, GPUSupply
+from slipway_operator.core.observed import Capacity, FailedAdapter, Failure, GatewayCount, GPUSupply
 from slipway_operator.core.pulls import PullPod, PullsSeen
 from slipway_operator.core.service.model.pulls import pull_digest
 from slipway_operator.core.service.plan import Plan, plan
@@ -336,7 +336,12 @@ def with_adapters() -> Said:
     attached = an_attached_adapter("sailor")
     states = [(replace(attached, is_ready=is_ready),) for is_ready in (False, True)]
     plans = [plan(replace(seen(service, pod.ready()), adapters=adapters), T0) for adapters in states]
-    return said_in(plans)
+    static = one(runtime={"args": ["--adapter", "sql=file:///models/sql"]})
+    says = a_pod(service=static).ready().says()
+    assert says.replica.sample is not None
+    failed = (FailedAdapter("sql", "SourceNotFound", "it does not exist"),)
+    capacity = Capacity(max_sequences=1, kv_blocks=9, bytes_per_token=9, failed_adapters=failed)
+    return said_in([*plans, *passes(static, (says.but(sample=replace(says.replica.sample, capacity=capacity)),))])
 
 
 def with_a_cache() -> Said:

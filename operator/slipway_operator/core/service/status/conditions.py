@@ -327,7 +327,8 @@ def _conditions(
         write(ConditionType.SCALING_ACTIVE, *scaling)
     else:
         conditions = remove_condition(conditions, ConditionType.SCALING_ACTIVE)
-    if adapters := adapters_condition(observed.adapters):
+    present = [one for one in decided.members if one.replica.revision == decided.revision.hash]
+    if adapters := adapters_condition(observed.adapters, present, decided.revision.apply_to(service)):
         write(ConditionType.ADAPTERS_READY, *adapters)
     else:
         conditions = remove_condition(conditions, ConditionType.ADAPTERS_READY)
