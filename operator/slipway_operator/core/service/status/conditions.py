@@ -409,7 +409,7 @@ def _readiness(
 
 def _why_none(decided: Decided) -> str:
     if decided.scaling is None or decided.scaling.desired:
-        return "no replicas are asked for"
+        return "no replicas are requested"
     return "no requests come: the first one starts a replica, and is held by the gateway until then"
 
 

@@ -284,7 +284,7 @@ def _describe_unready(member: Member, observed: Observed) -> str:
     if edited := _describe_edited(replica):
         return edited
     why = f"node {replica.node} does not answer" if node is not None and not node.ready else _why_unready(replica)
-    consequence = ", for so long that it is to be replaced" if member.stage is Stage.UNHEALTHY else ""
+    consequence = ", and it is being replaced" if member.stage is Stage.UNHEALTHY else ""
     return f"{replica.name}{UNREADY}{why}{consequence}"
 
 
