@@ -22,6 +22,7 @@ from slipway_kube import auth
 from slipway_kube.client import Client
 from slipway_kube.errors import KubeError, NoCredentials
 from slipway_operator import handlers as handlers  # the import registers the handlers
+from slipway_operator.ending import run_until_stopped
 from slipway_operator.installation_keys import create_missing_keys
 from slipway_operator.keepalive import KeptConnections
 from slipway_operator.manager import Manager, exempt_caches_from_collection
@@ -40,13 +41,13 @@ environment:
   SLIPWAY_NAMESPACE         namespace of the release and of its Lease (slipway-system)
   SLIPWAY_LEASE_NAME        name of that Lease; each installation has its own (slipway-operator)
   POD_NAME                  name of this replica in the Lease (slipway-operator)
-  POD_UID                   uid of this replica's pod: a restarted container takes its own Lease back at once
+  POD_UID                   uid of this replica's pod: a restarted container takes its own Lease back immediately
   SLIPWAY_RUNTIME_IMAGE     image of runtimes whose service names none
   SLIPWAY_GATEWAY_URL       base URL of the gateway, for status.url
   SLIPWAY_TENANTS           true: the gateway has tenants, to each of which a name may mean another service (false)
   SLIPWAY_MASTER_DIR        folder with the admin masters: current, and previous while rotating (/etc/slipway/admin)
   SLIPWAY_GATEWAY_KEY_DIR   folder with the gateway's key, likewise (/etc/slipway/gateway)
-  SLIPWAY_GATEWAY_SELECTOR  labels of the gateways' pods in SLIPWAY_NAMESPACE, which are asked for their demand
+  SLIPWAY_GATEWAY_SELECTOR  labels of the gateways' pods in SLIPWAY_NAMESPACE; the operator reads their demand
   SLIPWAY_NETWORK_POLICY    on: each service gets a NetworkPolicy for its replicas; off: none (on)
   SLIPWAY_DIRECT_ACCESS     Open or GatewayOnly, for new services whose spec names neither (Open)
   SLIPWAY_CLIENT_NAMESPACES comma-separated; their pods may call services with directAccess GatewayOnly
@@ -84,7 +85,7 @@ async def serve(settings: OperatorSettings, *, stop: asyncio.Event | None = None
             serve_probes(settings.admin_port, alive=manager.alive, ready=manager.ready, metrics=metrics)
         )
         log.info("operator started", version=__version__, identity=settings.identity, admin_port=admin_port)
-        await kopf.operator(
+        operator = kopf.operator(
             memo=kopf.Memo(
                 manager=manager,
                 connect=auth.load,
@@ -97,6 +98,7 @@ async def serve(settings: OperatorSettings, *, stop: asyncio.Event | None = None
             namespaces=settings.watch_namespaces,
             stop_flag=stop,
         )
+        await run_until_stopped(operator, manager.stopped)
     log.info("operator stopped")
 
 

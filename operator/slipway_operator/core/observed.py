@@ -30,9 +30,17 @@ ServingDigests = Callable[[str, str], tuple[str, ...]]
 """(namespace, service) -> the SHA-256 digests of the serving tokens that its pods shall accept, one per key."""
 
 
+class FailedAdapter(NamedTuple):
+    """An adapter that a replica could not load."""
+
+    name: str
+    reason: str  # in one word, an AdapterReason
+    message: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """The capacity of one replica, fixed from its start to its end."""
+    """The capacity of one replica, fixed from its start to its end, and the result of its start."""
 
     max_sequences: int
     """Requests of full length at once: as many as fit the KV cache, at most `maxNumSeqs`."""
@@ -42,6 +50,8 @@ class Capacity:
     """Where the time of its start went; the same until the engine starts again."""
     warnings: tuple[str, ...] = ()
     """What costs quality or speed in the way that the model is loaded; sentences."""
+    failed_adapters: tuple[FailedAdapter, ...] = ()
+    """Those that it could not load before it was ready."""
 
     @classmethod
     def of(cls, state: State) -> "Capacity | None":
@@ -58,6 +68,9 @@ class Capacity:
             bytes_per_token=state.bytes_per_token,
             startup=state.startup,
             warnings=state.warnings,
+            failed_adapters=tuple(
+                FailedAdapter(one.name, one.reason, one.message) for one in state.adapters if one.state == "failed"
+            ),
         )
 
 

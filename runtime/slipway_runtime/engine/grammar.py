@@ -138,7 +138,7 @@ class GrammarCompiler:
         """The grammar in llguidance's own form, after the limits that are cheap to check."""
         kind, text = grammar.kind, grammar.text
         if kind not in KINDS:
-            raise GrammarRefusedError(f"{kind!r} is no kind of grammar: {', '.join(KINDS)} are known")
+            raise GrammarRefusedError(f"{kind!r} is not a kind of grammar: {', '.join(KINDS)} are known")
         if kind == "thought":
             return self._thought(json.loads(text))
         size = len(text.encode("utf-8", "surrogatepass"))

@@ -115,7 +115,7 @@ def _top_k(wanted: int, vocab_size: int) -> int:
 
 def _check_number_of_answers(n: int, rows: int) -> None:
     if n > rows:
-        raise ApiError(400, f"n is {n}, and this server computes at most {rows} answers at once", param="n")
+        raise ApiError(400, f"n is {n}, and this server computes at most {rows} answers concurrently", param="n")
 
 
 def _check_prompt_logprobs(wanted: int | None, prompt_tokens: int, field: str) -> None:

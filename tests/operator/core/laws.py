@@ -21,11 +21,16 @@ if TYPE_CHECKING:
 
 
 def check_slots(world: "SimulatedCluster") -> None:
-    """At most two live replicas on a slot, and one where nothing was taken away or moved."""
+    """At most two live replicas on a slot, and one where nothing was taken away or moved.
+
+    A replica on a silent node does not count: its slot gets another one, and that may be lost or moved in its turn.
+    """
     if world.service is None:
         return
     slots: dict[tuple[str, int], list[SimulatedPod]] = {}
     for pod in world.live:
+        if (node := world.nodes.get(pod.replica.node)) is not None and not node.ready:
+            continue
         slots.setdefault((pod.replica.revision, pod.replica.slot), []).append(pod)
     counts = {slot: len(pods) for slot, pods in slots.items()}
     assert all(count <= 2 for count in counts.values()), f"a slot has more than two live replicas: {counts}"
@@ -125,6 +130,17 @@ def check_weights(made: Plan, observed: Observed) -> None:
         assert ready.get(after.update_revision), "a weight without a ready canary"
 
 
+def check_words(made: Plan, observed: Observed) -> None:
+    """Conditions and events speak of a canary only if the strategy is Canary; a verdict of before may stay."""
+    if made.status is None or observed.service.spec.rollout.strategy is RolloutStrategy.CANARY:
+        return
+    before = {one.type for one in observed.service.status.conditions}
+    new = [one for one in made.status.conditions if one.type not in before or one.reason == Reason.ROLLED_BACK]
+    told = [f"{one.type} {one.message}" for one in new]
+    told += [f"{event.reason.value} {event.message}" for event in made.events]
+    assert not [one for one in told if "canary" in one.lower()], "no canary is rolled out"
+
+
 def check_records(made: Plan, observed: Observed) -> None:
     """Without the record of the revision that served last, nothing takes its place unless a person promotes it."""
     before = observed.service.status
@@ -172,7 +188,10 @@ def check_refusals_change_no_other_decision(made: Plan, observed: Observed, now:
 
     Except the number of replicas of an autoscaled service, which asks for no more while a pod is refused.
     """
-    if not observed.failures or observed.service.spec.autoscaling is not None:
+    if not observed.failures or made.status is None:
         return
     unaware = plan(replace(observed, failures=()), now)
+    if unaware.status is None or made.status.desired_replicas != unaware.status.desired_replicas:
+        assert observed.service.spec.autoscaling is not None, "a refusal changed a number that the spec fixes"
+        return
     assert made.actions == unaware.actions, "a refusal changed a decision"

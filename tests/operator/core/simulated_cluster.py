@@ -169,6 +169,7 @@ class SimulatedCluster(Faults):
         laws.check_victims(made, observed)
         laws.check_weights(made, observed)
         laws.check_records(made, observed)
+        laws.check_words(made, observed)
         laws.check_refusals_change_no_other_decision(made, observed, self.now)
         done, failures, stopped = list[Action](), list[Failure](), set[str]()
         for position, action in enumerate(in_order(made.actions) if self.refused else made.actions):

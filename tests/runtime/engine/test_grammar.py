@@ -158,7 +158,7 @@ def empty_rules(count: int) -> str:
 
 
 REFUSED = {
-    "not a kind": ("yaml", "a: 1", "'yaml' is no kind of grammar"),
+    "not a kind": ("yaml", "a: 1", "'yaml' is not a kind of grammar"),
     "not JSON": ("json_schema", '{"type": ', "the json_schema is not JSON"),
     "not a schema": ("json_schema", "[1]", "the json_schema must be a JSON object"),
     "unknown type": ("json_schema", '{"type": "foo"}', "Invalid type: foo"),

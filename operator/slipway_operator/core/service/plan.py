@@ -29,7 +29,7 @@ from slipway_operator.core.actions import (
     earliest,
     events_of,
 )
-from slipway_operator.core.health import GONE_AFTER, Limits, Member, Stage, judge, next_change
+from slipway_operator.core.health import GONE_AFTER, Limits, Member, Stage, is_needed, judge, next_change
 from slipway_operator.core.observed import Observed, PastRecommendation, ScalingMemory
 from slipway_operator.core.scaling.target import find_target, set_replicas
 from slipway_operator.core.service.children import children
@@ -175,7 +175,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
         actions=steps.actions,
         status=status,
         notes=(
-            *wait_events(service.status, decided.pool_wait),
+            *wait_events(service.status, status, decided.pool_wait),
             *cache.events,
             *decided.assignment_events,
             *rolling.progress.events,
@@ -369,7 +369,6 @@ def _one_victim_at_a_time(
     rules, limits = _drain_rules(observed.service), observed.service.spec.rollout.rolling_update
     steps, has_victim, returns = Steps(), False, Returns(observed, now)
     must_stay = 0 if decided.rollout.may_empty else max(0, decided.desired - limits.max_unavailable)
-    spare = sum(one.is_ready for one in decided.members) - must_stay
     for member, reason in leaving:
         next_step = drain_replica(member.replica, disruption.rules_of(member, rules, now), now, reason=reason)
         if member.ends_at is None and any(
@@ -377,7 +376,7 @@ def _one_victim_at_a_time(
         ):
             if has_victim:
                 next_step = Steps(again_at=now + NEXT_VICTIM_AFTER)
-            elif member.is_ready and spare <= 0:
+            elif is_needed(member, decided.members, must_stay):
                 continue
             has_victim = True
         steps += returns.instead_of_deletion(member.replica, next_step)

@@ -57,6 +57,7 @@ from slipway_operator.core.service.model.model_cache import CacheDecision
 from slipway_operator.core.service.replicas.assign import Assignment
 from slipway_operator.core.service.replicas.suspension import SUSPENDED, suspended_condition
 from slipway_operator.core.service.rollout.canary import Progress
+from slipway_operator.core.service.rollout.reporting import find_verdict, verdict_type, without_verdicts
 from slipway_operator.core.service.rollout.revision import Revision
 from slipway_operator.core.service.rollout.steps import RolloutStep
 from slipway_operator.core.service.rollout.target import Target
@@ -315,16 +316,19 @@ def _conditions(
         conditions = remove_condition(conditions, ConditionType.SUSPENDED)
 
     if decided.progress.condition:
-        write(ConditionType.CANARY_HEALTHY, *decided.progress.condition)
-    elif not _keeps_canary_condition(service, decided):
-        conditions = remove_condition(conditions, ConditionType.CANARY_HEALTHY)
+        verdict = verdict_type(service.spec.rollout.strategy)
+        conditions = without_verdicts(conditions, but=verdict)
+        write(verdict, *decided.progress.condition)
+    elif not _keeps_verdict(service, decided):
+        conditions = without_verdicts(conditions)
 
     scaling = None if suspended else scaling_condition(service, decided.scale, autoscaling, decided.members)
     if scaling:
         write(ConditionType.SCALING_ACTIVE, *scaling)
     else:
         conditions = remove_condition(conditions, ConditionType.SCALING_ACTIVE)
-    if adapters := adapters_condition(observed.adapters):
+    present = [one for one in decided.members if one.replica.revision == decided.revision.hash]
+    if adapters := adapters_condition(observed.adapters, present, decided.revision.apply_to(service)):
         write(ConditionType.ADAPTERS_READY, *adapters)
     else:
         conditions = remove_condition(conditions, ConditionType.ADAPTERS_READY)
@@ -366,9 +370,9 @@ def _cannot_start(observed: Observed, decided: Decided) -> bool:
     return (is_replica and not starts) or not refused
 
 
-def _keeps_canary_condition(service: InferenceService, decided: Decided) -> bool:
+def _keeps_verdict(service: InferenceService, decided: Decided) -> bool:
     """Whether the verdict about the last rollout still tells something: it passed, and nothing has changed since."""
-    was = find_condition(service.status.conditions, ConditionType.CANARY_HEALTHY)
+    was = find_verdict(service.status.conditions)
     is_same = service.status.update_revision == decided.target.asked.hash
     return was is not None and is_same and was.reason == Reason.PASSED
 
@@ -405,7 +409,7 @@ def _readiness(
 
 def _why_none(decided: Decided) -> str:
     if decided.scaling is None or decided.scaling.desired:
-        return "no replicas are asked for"
+        return "no replicas are requested"
     return "no requests come: the first one starts a replica, and is held by the gateway until then"
 
 
