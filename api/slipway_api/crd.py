@@ -14,6 +14,8 @@ import yaml
 
 from slipway_api import adapter_conditions, warm_pool_conditions
 from slipway_api.conditions import PENDING
+from slipway_api.engine import Engine
+from slipway_api.engine_fields import template_section
 from slipway_api.inference_service import InferenceService
 from slipway_api.lora_adapter import LoRAAdapter
 from slipway_api.names import GROUP, VERSION
@@ -79,6 +81,13 @@ WARM_POOL_COLUMNS = [
 ]
 
 
+ENGINE_COLUMNS = [
+    _column("Image", ".spec.image", "Image of the engine; empty: the chart's runtime"),
+    _column("Description", ".spec.description", "What it is for", priority=1),
+    _column("Age", ".metadata.creationTimestamp", "Since creation", type="date"),
+]
+
+
 def inference_service_crd() -> dict[str, Any]:
     """The CustomResourceDefinition of InferenceService."""
     scale = {
@@ -100,28 +109,39 @@ def warm_pool_crd() -> dict[str, Any]:
     return _definition(WarmPool, "wpool", WARM_POOL_COLUMNS)
 
 
+def engine_crd() -> dict[str, Any]:
+    """The CustomResourceDefinition of Engine, which belongs to the cluster and has no status."""
+    return _definition(Engine, "eng", ENGINE_COLUMNS, scope="Cluster")
+
+
 def _definition(
-    kind: type[InferenceService] | type[LoRAAdapter] | type[WarmPool],
+    kind: type[InferenceService] | type[LoRAAdapter] | type[WarmPool] | type[Engine],
     short_name: str,
     columns: list[dict[str, Any]],
     *,
     scale: dict[str, str] | None = None,
+    scope: str = "Namespaced",
 ) -> dict[str, Any]:
-    """The CustomResourceDefinition of a kind, with the subresource `status`, and `scale` where its paths are given."""
+    """The CustomResourceDefinition of a kind, with the subresource `status` if it has one, and `scale` where its paths
+    are given."""
     schema = structural(kind.model_json_schema(by_alias=True, mode="validation"))
     schema["properties"] |= {
         "apiVersion": {"type": "string"},
         "kind": {"type": "string"},
         "metadata": {"type": "object", "properties": {"name": {"type": "string"}}},
-        "status": without_defaults(schema["properties"]["status"]) | {"default": {"conditions": [dict(PENDING)]}},
     }
+    subresources: dict[str, Any] = {"scale": scale} if scale else {}
+    if "status" in schema["properties"]:
+        status = without_defaults(schema["properties"]["status"])
+        schema["properties"]["status"] = status | {"default": {"conditions": [dict(PENDING)]}}
+        subresources = {"status": {}, **subresources}
     schema["required"] = ["spec"]
     version = {
         "name": VERSION,
         "served": True,
         "storage": True,
         "additionalPrinterColumns": columns,
-        "subresources": {"status": {}} | ({"scale": scale} if scale else {}),
+        **({"subresources": subresources} if subresources else {}),
         "schema": {"openAPIV3Schema": schema},
     }
     return {
@@ -134,7 +154,7 @@ def _definition(
         },
         "spec": {
             "group": GROUP,
-            "scope": "Namespaced",
+            "scope": scope,
             "names": {
                 "kind": kind.KIND,
                 "listKind": f"{kind.KIND}List",
@@ -165,6 +185,7 @@ def generated_files() -> dict[str, str]:
         **_files_of(inference_service_crd(), "docs/api.md", vocabulary_section()),
         **_files_of(lora_adapter_crd(), "docs/api-lora-adapter.md", adapter_conditions.vocabulary_section()),
         **_files_of(warm_pool_crd(), "docs/api-warm-pool.md", warm_pool_conditions.vocabulary_section()),
+        **_files_of(engine_crd(), "docs/api-engine.md", template_section()),
     }
 
 
