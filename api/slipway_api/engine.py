@@ -8,7 +8,7 @@ import re
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Final
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from slipway_api.dialect import Dialect
 from slipway_api.engine_fields import ALIASES, FIELDS, VARIABLES
@@ -24,8 +24,15 @@ TEMPLATE_PATTERN: Final = f"^([^$]|[$][$]|[$][(]({_NAMES})[)])*$"
 _PLACE: Final = re.compile(r"\$\$|\$\(([^)]*)\)")
 
 TemplateText = Annotated[str, Field(pattern=TEMPLATE_PATTERN, max_length=1024)]
-FieldName = StrEnum("FieldName", {re.sub(r"\W", "_", name).upper(): name for name in FIELDS})
-FieldName.__doc__ = "The fields of an InferenceService that an engine may have a flag for."
+
+
+def _known(name: str) -> str:
+    if name not in FIELDS:
+        raise ValueError(f"{name} is no field of an InferenceService that an engine may have a flag for")
+    return name
+
+
+FieldName = Annotated[str, AfterValidator(_known), Field(max_length=64, json_schema_extra={"enum": list(FIELDS)})]
 
 
 def names_in(text: str) -> tuple[str, ...]:
@@ -106,8 +113,8 @@ class FieldPolicy(Struct):
     name: FieldName
     """The field of the InferenceService, below spec."""
     policy: Policy
-    """Refuse: a service that sets it gets no replicas, and Stalled says why. Ignore: the service runs without it, and the
-    condition EngineFieldsHonoured says so."""
+    """Refuse: a service that sets it gets no replicas, and Stalled says why. Ignore: the service runs without it, and
+    the condition EngineFieldsHonoured says so."""
     why: str = Field(min_length=1, max_length=256)
     """What the user should know, or do instead; the end of a sentence."""
 
@@ -129,11 +136,11 @@ class EngineSpec(Struct):
     description: str = Field(default="", max_length=512)
     """For people: what the engine is for, and who tests it."""
     built_in: bool = False
-    """Only for the engine slipway, Slipway's own runtime: the operator knows its command line, and reads nothing else of
-    the object."""
+    """Only for the engine slipway, Slipway's own runtime: the operator knows its command line, and reads nothing else
+    of the object."""
     image: str = Field(default="", pattern=r"^\S*$", max_length=512)
-    """Image of the engine; spec.runtime.image of a service wins. It runs as an arbitrary user, with a read-only root file
-    system."""
+    """Image of the engine; spec.runtime.image of a service wins. It runs as an arbitrary user, with a read-only root
+    file system."""
     command: Annotated[tuple[TemplateText, ...], bounded_list(at_most=16)] = ()
     """The program and its first arguments. Empty: the image's entry point."""
     args: Annotated[tuple[Argument, ...], bounded_list(at_most=64)] = ()

@@ -1,8 +1,8 @@
 """The fields of an InferenceService that the command line of an engine has to carry, by name, each as text.
 
-An `Engine` names them in its templates as `$(runtime.maxModelLen)`. A field that no template names is refused, or ignored
-and reported: `EngineSpec.fields` says which. Fields that Slipway itself carries out are not here: replicas, autoscaling,
-rollout, drain, routing, resources, the template, credentials and the network of the model.
+An `Engine` names them in its templates as `$(runtime.maxModelLen)`. A field that no template names is refused, or
+ignored and reported: `EngineSpec.fields` says which. Fields that Slipway itself carries out are not here: replicas,
+autoscaling, rollout, drain, routing, resources, the template, credentials and the network of the model.
 """
 
 import json
@@ -90,7 +90,7 @@ def _draft_tokens(spec: InferenceServiceSpec) -> str:
 
 
 def _sampling(spec: InferenceServiceSpec) -> str:
-    """The defaults that are set, as JSON with the names of the OpenAI API; the limit of tokens is a field of its own."""
+    """The defaults that are set, as JSON with the names of the OpenAI API; the limit of tokens is another field."""
     defaults = spec.model.sampling_defaults.model_dump(exclude_none=True, exclude={"max_tokens"})
     values = {name: value if isinstance(value, int) else float(value) for name, value in defaults.items()}
     return json.dumps(values, separators=(",", ":")) if values else ""
@@ -169,8 +169,8 @@ def template_section() -> str:
     lines = [
         "## Names in templates",
         "",
-        "A template is text; `$(name)` in it is replaced, and `$$` is a dollar. An entry is left out where a name in it "
-        "has no value.",
+        "A template is text; `$(name)` in it is replaced, and `$$` is a dollar. An entry is left out where a name in "
+        "it has no value.",
         "",
         "| name | value |",
         "|---|---|",

@@ -42,6 +42,7 @@ environment:
   POD_NAME                  name of this replica in the Lease (slipway-operator)
   POD_UID                   uid of this replica's pod: a restarted container takes its own Lease back at once
   SLIPWAY_RUNTIME_IMAGE     image of runtimes whose service names none
+  SLIPWAY_AGENT_IMAGE       image of slipway-agent, which stands beside other engines than the runtime
   SLIPWAY_GATEWAY_URL       base URL of the gateway, for status.url
   SLIPWAY_TENANTS           true: the gateway has tenants, to each of which a name may mean another service (false)
   SLIPWAY_MASTER_DIR        folder with the admin masters: current, and previous while rotating (/etc/slipway/admin)
