@@ -6,7 +6,7 @@ Answers of an engine may hold text of prompts, so nothing of them is logged.
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any, Final
 
 import aiohttp
@@ -15,6 +15,7 @@ from slipway_agent.page import PageReader, UnreadablePage
 from slipway_agent.readings import Page
 
 MOST_ANSWER_BYTES: Final = 2**20  # of a JSON answer: the list of a thousand adapters
+MOST_READ_AT_ONCE: Final = 2  # answers that are held in memory; the next ones wait, within their deadline
 
 
 class EngineError(Exception):
@@ -55,6 +56,7 @@ class Engine:
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
         self._url = url.rstrip("/")
+        self._readers = asyncio.Semaphore(MOST_READ_AT_ONCE)
 
     async def status(self, path: str, *, seconds: float) -> int:
         """The status of a GET; its body is not read."""
@@ -63,7 +65,7 @@ class Engine:
 
     async def page(self, path: str, wanted: frozenset[str], *, seconds: float) -> Page:
         """The series of a metrics page by name; raises EngineError."""
-        async with self._asked("GET", path, seconds) as answer:
+        async with self._asked("GET", path, seconds, readers=self._readers) as answer:
             if answer.status != 200:
                 raise EngineRefused(f"GET {path}", answer.status, "")
             reader = PageReader(wanted)
@@ -76,7 +78,14 @@ class Engine:
 
     async def get(self, path: str, *, seconds: float) -> Any:
         """The JSON of a GET; raises EngineError."""
-        return await self._json("GET", path, seconds)
+        async with self._asked("GET", path, seconds, readers=self._readers) as answer:
+            raw = await _bounded(answer, f"GET {path}")
+            if answer.status != 200:
+                raise EngineRefused(f"GET {path}", answer.status, _sentence(raw))
+        try:
+            return json.loads(raw)
+        except (ValueError, RecursionError):
+            raise EngineUnreadable(f"GET {path}: the answer is not JSON") from None
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, *, query: str = "", seconds: float) -> None:
         """A POST whose answer does not matter; raises EngineRefused where it is an error."""
@@ -85,23 +94,21 @@ class Engine:
             if not 200 <= answer.status < 300:
                 raise EngineRefused(f"POST {path}", answer.status, _sentence(raw))
 
-    async def _json(self, method: str, path: str, seconds: float) -> Any:
-        async with self._asked(method, path, seconds) as answer:
-            raw = await _bounded(answer, f"{method} {path}")
-            if answer.status != 200:
-                raise EngineRefused(f"{method} {path}", answer.status, _sentence(raw))
-        try:
-            return json.loads(raw)
-        except (ValueError, RecursionError):
-            raise EngineUnreadable(f"{method} {path}: the answer is not JSON") from None
-
     @asynccontextmanager
     async def _asked(
-        self, method: str, path: str, seconds: float, body: Mapping[str, Any] | None = None, query: str = ""
+        self,
+        method: str,
+        path: str,
+        seconds: float,
+        body: Mapping[str, Any] | None = None,
+        query: str = "",
+        *,
+        readers: asyncio.Semaphore | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         try:
             async with (
                 asyncio.timeout(seconds),
+                readers or nullcontext(),
                 self._session.request(
                     method,
                     self._url + path + (f"?{query}" if query else ""),

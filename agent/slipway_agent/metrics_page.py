@@ -1,6 +1,6 @@
 """The agent's own metrics page: what the dialect names, under the names that our runtime and dashboards use. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from slipway_agent.page import Series
@@ -46,7 +46,7 @@ def render(page: Page, metrics: EngineMetrics, model: str) -> bytes:
         if series:
             total = sum(one.value for one in series)
             value = total / len(series) if name.endswith("_perc") else total
-            lines += [f"# TYPE {name} {kind}", f'{name}{{model_name="{_escaped(model)}"}} {value!r}']
+            lines += [f"# TYPE {name} {kind}", f"{name}{_braces(_of(model))} {value!r}"]
     for name, metric in _histograms(metrics):
         found = [(part, one) for part in _PARTS for one in page.get(metric.name + part, ())] if metric else []
         if metric and (kept := [(part, one) for part, one in found if one.has(metric.labels)]):
@@ -63,9 +63,18 @@ def _summed(name: str, found: Iterable[tuple[str, Series]], model: str) -> list[
         sums[key] = sums.get(key, 0.0) + one.value
     lines = []
     for (part, bound), value in sums.items():
-        labels = f'model_name="{_escaped(model)}"' + (f',le="{_escaped(bound)}"' if part == "_bucket" else "")
-        lines.append(f"{name}{part}{{{labels}}} {value!r}")
+        labels = _of(model) | ({"le": bound} if part == "_bucket" else {})
+        lines.append(f"{name}{part}{_braces(labels)} {value!r}")
     return lines
+
+
+def _of(model: str) -> dict[str, str]:
+    return {"model_name": model} if model else {}
+
+
+def _braces(labels: Mapping[str, str]) -> str:
+    inside = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
+    return f"{{{inside}}}" if inside else ""
 
 
 def _escaped(text: str) -> str:

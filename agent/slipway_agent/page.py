@@ -13,6 +13,7 @@ from typing import Final
 MOST_PAGE_BYTES: Final = 8 * 2**20  # an engine with many adapters and buckets has some hundred kB
 MOST_LINE_BYTES: Final = 16 * 2**10
 MOST_SERIES: Final = 4096  # of those that were asked for
+MOST_KEPT_BYTES: Final = 2**20  # of their lines
 
 _LINE: Final = re.compile(r"(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)(?:\s+-?\d+)?")
 _LABEL: Final = re.compile(r'\s*([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"\s*(?:,|$)')
@@ -43,6 +44,7 @@ class PageReader:
         self._rest = b""
         self._size = 0
         self._count = 0
+        self._kept = 0
         self._found: dict[str, list[Series]] = {}
 
     def feed(self, chunk: bytes) -> None:
@@ -71,8 +73,11 @@ class PageReader:
             if len(line) > MOST_LINE_BYTES:
                 raise UnreadablePage(f"a line of the metrics page is longer than {MOST_LINE_BYTES} bytes")
             self._count += 1
-            if self._count > MOST_SERIES:
-                raise UnreadablePage(f"the metrics page has more than {MOST_SERIES} series that the dialect names")
+            self._kept += len(line)
+            if self._count > MOST_SERIES or self._kept > MOST_KEPT_BYTES:
+                raise UnreadablePage(
+                    f"the metrics page has more than {MOST_SERIES} series of the dialect, or too long ones"
+                )
             self._found.setdefault(name, []).append(_series(name, line))
 
 
