@@ -1,8 +1,6 @@
 """The admin port: the same paths, bodies, statuses and token as those of our own runtime (`slipway_api.runtime_api`).
 
-`/ready`, `/health`, `/metrics` and `/drained` are open, because the kubelet and Prometheus have no token. `/drained`
-changes nothing: it waits until a drain that somebody else began is over. It is the preStop hook of the engine's
-container, which has no tool of ours.
+`/ready`, `/health` and `/metrics` are open, because the kubelet and Prometheus have no token.
 """
 
 import asyncio
@@ -38,13 +36,11 @@ from slipway_api.runtime_api import (
 
 log = structlog.get_logger()
 
-PATH_DRAINED: Final = "/drained"
 MOST_WAIT_SECONDS: Final = 2.0  # of an answer to a startup probe
 MOST_BODY_BYTES: Final = 64 * 1024
 MOST_OPEN_REQUESTS: Final = 64
 BODY_SECONDS: Final = 10.0
-MOST_DRAINED: Final = 16  # callers of /drained at the same time
-OPEN_PATHS: Final = frozenset({names.PATH_READY, names.PATH_HEALTH, names.PATH_METRICS, PATH_DRAINED})
+OPEN_PATHS: Final = frozenset({names.PATH_READY, names.PATH_HEALTH, names.PATH_METRICS})
 
 _B = TypeVar("_B", bound=Body)
 
@@ -64,7 +60,6 @@ class AdminPort:
         app.router.add_get(names.PATH_READY, self.ready)  # HEAD too
         app.router.add_get(names.PATH_HEALTH, self.health)
         app.router.add_get(names.PATH_METRICS, self.metrics)
-        app.router.add_get(PATH_DRAINED, self.drained)
         app.router.add_get(names.PATH_SIGNALS, self.signals)
         app.router.add_get(names.PATH_STATE, self.state)
         app.router.add_post(names.PATH_DRAIN, self.drain)
@@ -105,11 +100,6 @@ class AdminPort:
             raise unavailable(error) from None
         body = metrics_page.render(page, metrics, self.settings.served_name)
         return web.Response(body=body, headers={"Content-Type": metrics_page.CONTENT_TYPE})
-
-    async def drained(self, _: web.Request) -> web.Response:
-        """Answers when a drain that has begun is over."""
-        await self.replica.drained()
-        return _wire(await self.replica.drain_status())
 
     async def signals(self, _: web.Request) -> web.Response:
         """The load signals; 503 where the engine's metrics cannot be read."""
@@ -197,7 +187,7 @@ class AdminPort:
 
     async def other_model(self, _: web.Request) -> web.Response:
         """A foreign engine serves the model that it was started with."""
-        raise Refusal(501, f"the engine {self.replica.dialect.engine} serves only the model that it was started with")
+        raise Refusal(409, f"{self.replica.dialect.engine} serves the model that it was started with until the pod ends")
 
     async def sleep(self, http: web.Request) -> web.Response:
         """Free the device's memory; only without open requests."""
@@ -220,7 +210,6 @@ class _Guard:
     def __init__(self, digests: tuple[str, ...]) -> None:
         self._digests = digests
         self._open = 0
-        self._drained = 0
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -239,8 +228,6 @@ class _Guard:
         is_open = request.path in OPEN_PATHS
         if not is_open and self._digests and not token_matches(_token(request), self._digests):
             raise Refusal(401, f"the header {names.HEADER_ADMIN_TOKEN} is missing or wrong")
-        if request.path == PATH_DRAINED:
-            return await self._limited_drained(request, handler)
         if self._open >= MOST_OPEN_REQUESTS:
             raise Refusal(503, f"{MOST_OPEN_REQUESTS} requests are open")
         self._open += 1
@@ -248,15 +235,6 @@ class _Guard:
             return await _answered(request, handler)
         finally:
             self._open -= 1
-
-    async def _limited_drained(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if self._drained >= MOST_DRAINED:
-            raise Refusal(503, f"{MOST_DRAINED} callers wait already")
-        self._drained += 1
-        try:
-            return await _answered(request, handler)
-        finally:
-            self._drained -= 1
 
 
 async def _answered(http: web.Request, handler: Handler) -> web.StreamResponse:

@@ -66,7 +66,7 @@ async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:
         stack.push_async_callback(replica.stop)
         port = Port(AdminPort(settings, replica, adapters).app(), settings.bind, settings.port)
         await port.open(stack)
-        if (control := await serve_drain_socket(replica, settings.run_directory)) is not None:
+        if (control := await serve_drain_socket(replica, settings)) is not None:
             stack.callback(control.close)
         log.info("listening", admin_port=port.port, engine=settings.dialect.engine, engine_url=settings.engine_url)
         watching = asyncio.create_task(replica.watch())

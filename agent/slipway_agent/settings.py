@@ -37,6 +37,8 @@ class AgentSettings:
     max_num_seqs: int = 0  # as the engine was started; 0: as many requests as the KV cache holds
     boot_list: Path = BOOT_LIST
     run_directory: Path = Path(names.RUN_DIRECTORY)
+    drain_timeout_seconds: int = 120  # of a drain that a preStop hook asks for
+    drained_file: Path | None = None  # the hook of the engine's container waits for it
     admin_token_digests: tuple[str, ...] = ()  # empty: the port listens on localhost only, and requires no token
     log_level: str = "INFO"
 
@@ -51,24 +53,37 @@ def run_directory(environment: Mapping[str, str]) -> Path:
     return Path(environment.get("SLIPWAY_RUN_DIR") or names.RUN_DIRECTORY)
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> argparse.Namespace:
     """The command line; exits with 2 where it is wrong. Without a verb it is `serve`: a pod needs no arguments."""
     if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
         argv = ["serve", *argv]
+
     parser = argparse.ArgumentParser(
         "slipway-agent", description="Answers Slipway's admin protocol beside a foreign engine.", allow_abbrev=False
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
-    serve = verbs.add_parser("serve", help="answer on the admin port", allow_abbrev=False)
+    serve = verbs.add_parser(
+        "serve",
+        help="answer on the admin port",
+        description="Each flag defaults to a variable such as SLIPWAY_ENGINE_URL.",
+        allow_abbrev=False,
+    )
     serve.add_argument("--dialect", type=Path, help=f"file with the engine's dialect; default: {ENV_DIALECT}")
-    serve.add_argument("--engine-url", default=ENGINE_URL, help="where the engine listens")
-    serve.add_argument("--host", default=ALL_ADDRESSES, help="address of the admin port")
-    serve.add_argument("--admin-port", type=int, default=names.ADMIN_PORT, help="default: %(default)s")
-    serve.add_argument("--served-name", default="", help="model name of the replica; default: the engine's first")
-    serve.add_argument("--revision", default="", help="revision of the replica")
-    serve.add_argument("--max-adapters", type=int, help="adapters that compute at once; default: the dialect's")
-    serve.add_argument("--max-num-seqs", type=int, default=0, help="requests that compute at the same time")
-    serve.add_argument("--log-level", default="INFO", choices=_LEVELS)
+
+    def flag(name: str, otherwise: str, text: str) -> None:
+        variable = "SLIPWAY_" + name.upper().replace("-", "_")
+        serve.add_argument(f"--{name}", default=environment.get(variable) or otherwise, help=text)
+
+    flag("engine-url", ENGINE_URL, "where the engine listens")
+    flag("host", ALL_ADDRESSES, "address of the admin port, where a token is required")
+    flag("admin-port", str(names.ADMIN_PORT), "port of the protocol")
+    flag("served-name", "", "model name of the replica; default: the engine's first")
+    flag("revision", "", "revision of the replica")
+    flag("max-adapters", "", "adapters that compute at the same time; default: the dialect's")
+    flag("max-num-seqs", "0", "requests that compute at the same time; 0: as many as the KV cache holds")
+    flag("drain-timeout", "120", "seconds that a drain may take which a preStop hook asks for")
+    flag("drained-file", "", "file to write when such a drain is over: the engine may end")
+    flag("log-level", "INFO", f"one of {', '.join(_LEVELS)}")
     drain = verbs.add_parser("drain", help="drain the replica of this pod, and wait for the end", allow_abbrev=False)
     drain.add_argument("--refuse-after", type=float, default=0.0, help="seconds in which routers send more requests")
     return parser.parse_args(argv)
@@ -79,24 +94,31 @@ def serve_settings(arguments: argparse.Namespace, environment: Mapping[str, str]
     digests = tuple(part for part in environment.get(names.ENV_ADMIN_TOKEN_SHA256, "").split(",") if part)
     if not all(_SHA256.fullmatch(digest) for digest in digests):
         raise SettingsError(f"{names.ENV_ADMIN_TOKEN_SHA256} must be digests of 64 lower-case hex digits")
-    if not 0 <= arguments.admin_port <= 65535:
-        raise SettingsError(f"--admin-port {arguments.admin_port} is no port")
-    if (arguments.max_adapters or 0) < 0 or arguments.max_num_seqs < 0:
-        raise SettingsError("--max-adapters and --max-num-seqs must not be negative")
+    most = _whole("--max-adapters", arguments.max_adapters, 1024) if arguments.max_adapters else None
+    if arguments.log_level not in _LEVELS:
+        raise SettingsError(f"--log-level {arguments.log_level!r} must be one of {', '.join(_LEVELS)}")
     return AgentSettings(
         dialect=_dialect(arguments.dialect, environment),
         engine_url=_loopback(arguments.engine_url),
         host=arguments.host,
-        port=arguments.admin_port,
+        port=_whole("--admin-port", arguments.admin_port, 65535),
         served_name=arguments.served_name,
         revision=arguments.revision,
-        max_adapters=arguments.max_adapters,
-        max_num_seqs=arguments.max_num_seqs,
+        max_adapters=most,
+        max_num_seqs=_whole("--max-num-seqs", arguments.max_num_seqs, 2**31),
         boot_list=Path(environment.get("SLIPWAY_BOOT_LIST") or BOOT_LIST),
         run_directory=run_directory(environment),
+        drain_timeout_seconds=_whole("--drain-timeout", arguments.drain_timeout, 7 * 86400),
+        drained_file=Path(arguments.drained_file) if arguments.drained_file else None,
         admin_token_digests=digests,
         log_level=arguments.log_level,
     )
+
+
+def _whole(flag: str, text: str, most: int) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) > most:
+        raise SettingsError(f"{flag} {text!r} must be a number between 0 and {most}")
+    return int(text)
 
 
 def _dialect(file: Path | None, environment: Mapping[str, str]) -> Dialect:

@@ -227,9 +227,12 @@ async def test_the_model_is_named_and_another_one_is_refused(subject: Subject):
     info = ModelInfo.model_validate_json((await subject.admin("/model")).content)
     assert (info.served_name, info.loaded) == ("tiny", True)
     assert info.uri
-    other = await subject.admin("/model", "POST", json={"uri": "file:///another"})
-    assert other.status_code in (409, 501)
+    another = {"uri": "file:///another", "maxAdapters": 2, "maxCPUAdapters": 2}
+    other = await subject.admin("/model", "POST", json=another)
+    given_back = await subject.admin("/model", "DELETE")
+    assert (other.status_code, given_back.status_code) == (409, 409)
     assert other.json()["error"]["message"]
+    assert given_back.json()["error"]["message"]
     assert (await subject.complete()).status_code == 200
 
 
