@@ -187,7 +187,9 @@ class AdminPort:
 
     async def other_model(self, _: web.Request) -> web.Response:
         """A foreign engine serves the model that it was started with."""
-        raise Refusal(409, f"{self.replica.dialect.engine} serves the model that it was started with until the pod ends")
+        raise Refusal(
+            409, f"{self.replica.dialect.engine} serves the model that it was started with until the pod ends"
+        )
 
     async def sleep(self, http: web.Request) -> web.Response:
         """Free the device's memory; only without open requests."""

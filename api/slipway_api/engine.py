@@ -151,7 +151,7 @@ class EngineSpec(Struct):
     """Ports beside $(ports.serving), on which the engine must listen."""
     stop_command: Annotated[tuple[TemplateText, ...], bounded_list(at_most=8)] = ()
     """A command of the engine's container that ends once the file $(drainedFile) exists. The kubelet runs it before it
-    ends the container, so that an eviction waits for running requests. Empty: the engine gets SIGTERM at once."""
+    ends the container, so that an eviction waits for running requests. Empty: the engine gets SIGTERM immediately."""
     sources: Annotated[tuple[Source, ...], bounded_list(at_most=7)] = ()
     """The kinds of model addresses that the engine can load: pvc and oci are paths to it. Others are refused."""
     resources: ResourceDefaults = ResourceDefaults()

@@ -91,7 +91,7 @@ STALLED_CAUSES: Final = {
         "Read the end of the logs of the replica with kubectl logs --previous.",
     ),
     Reason.ENGINE_NOT_FOUND: Cause(
-        "There is no Engine of the name in spec.runtime.engine, or it cannot be read; replicas stay.",
+        "The Engine that spec.runtime.engine names does not exist, or cannot be read; replicas stay.",
         Helper.AUTHOR,
         "Correct spec.runtime.engine, or create or correct the Engine; the message names those that exist.",
     ),

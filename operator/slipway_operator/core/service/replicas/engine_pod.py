@@ -6,7 +6,7 @@
 | agent     | the admin port      | answers operator and gateway as our own runtime does                  |
 
 The probes of the engine's container ask the agent, which knows a drain from a fault; only liveness asks the engine
-itself, so that a failing agent ends no stream. When the pod is deleted the kubelet runs both hooks at once: the agent
+itself, so that a failing agent ends no stream. When the pod is deleted the kubelet runs both hooks together: the agent
 waits until no request runs and writes a file, for which the hook of the engine waits.
 """
 
