@@ -16,6 +16,7 @@ from slipway_api.admin_token import token_digest
 from slipway_api.dialect import ENV_DIALECT, built_in
 from slipway_api.names import ENV_ADMIN_TOKEN_SHA256
 
+WITHOUT_RICH = "import sys; sys.modules['rich'] = None; from slipway_agent.main import main; main()"
 TOKEN = "the admin token of a test"
 
 
@@ -48,12 +49,13 @@ def vllm_dialect(**change: Any) -> str:
 
 @asynccontextmanager
 async def an_agent(
-    engine_url: str, *flags: str, dialect: str = "", boot_list: Path | None = None
+    engine_url: str, *flags: str, dialect: str = "", boot_list: Path | None = None, without_rich: bool = False
 ) -> AsyncIterator[AgentProcess]:
     """Beside the engine at this address."""
     with tempfile.TemporaryDirectory(prefix="slw") as run:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "slipway_agent.main", "serve", "--engine-url", engine_url),
+            *([sys.executable, "-c", WITHOUT_RICH] if without_rich else [sys.executable, "-m", "slipway_agent.main"]),
+            *("serve", "--engine-url", engine_url),
             *("--host", "127.0.0.1", "--admin-port", "0", *flags),
             stderr=subprocess.PIPE,
             env={
