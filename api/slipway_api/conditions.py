@@ -29,6 +29,7 @@ class ConditionType(StrEnum):
     MODEL_CACHED = "ModelCached"
     GATEWAY_ONLY = "GatewayOnly"
     OUTPUT_VALID = "OutputValid"
+    ENGINE_FIELDS_HONOURED = "EngineFieldsHonoured"
 
 
 class ConditionStatus(StrEnum):
@@ -61,6 +62,7 @@ class Reason(StrEnum):
     MOUNT_FAILED = "MountFailed"
     HUB_UNREACHABLE = "HubUnreachable"
     CRASH_LOOPING = "CrashLooping"
+    ENGINE_NOT_FOUND = "EngineNotFound"
     # Ready=True, and WorkloadAvailable
     AVAILABLE = "Available"
     DEGRADED = "Degraded"  # below desired, but serving
@@ -115,6 +117,8 @@ class Reason(StrEnum):
     OPEN_TO_DIRECT_CALLERS = "OpenToDirectCallers"
     # OutputValid
     INVALID_LOGITS = "InvalidLogits"
+    # EngineFieldsHonoured
+    ENGINE_IGNORES = "EngineIgnores"
 
 
 class EventReason(StrEnum):
@@ -151,6 +155,7 @@ class EventReason(StrEnum):
     MOUNT_FAILED = "MountFailed"
     HUB_UNREACHABLE = "HubUnreachable"
     CRASH_LOOPING = "CrashLooping"
+    ENGINE_NOT_FOUND = "EngineNotFound"
     NO_GATEWAY = "NoGateway"
     METRICS_STALE = "MetricsStale"
     KEY_REFUSED = "KeyRefused"

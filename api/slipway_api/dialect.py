@@ -186,7 +186,7 @@ class EngineAdapters(_Strict):
     load_seconds: int = Field(default=600, ge=1, le=3600)
     """How long a load may take."""
     max_adapters: int = Field(default=0, ge=0, le=1024)
-    """Adapters that compute at the same time; 0: as many as the engine's command line says, which the agent is told."""
+    """Adapters that compute at the same time; 0: as many as SLIPWAY_MAX_ADAPTERS says."""
 
 
 class EngineSleep(_Strict):

@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from e2e.cluster.paths import SYSTEM_PATH
+from e2e.cluster.paths import SYSTEM_PATH, cache_folder
 
 DEFAULT_USER = 65532
-CODE = ("api", "kube", "operator", "runtime", "gateway")  # folders of the checkout with code that images run
+CODE = ("api", "kube", "operator", "runtime", "gateway", "agent")  # folders of the checkout with code that images run
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,12 @@ def version_of(checkout: Path) -> str:
 def _image(name: str, entry: Mapping[str, Any], environment: Environment) -> Image:
     code = [environment.checkout / folder for folder in CODE] if entry.get("code") else []
     needed = {str(path) for path in (*environment.prefixes, *code)}
+    peer = cache_folder() / "bench" / "peers" / entry["peer"] if "peer" in entry else None
+    needed |= {str(peer)} if peer is not None else set()
     own = {path: path for path in sorted(needed) if not f"{path}/".startswith("/usr/")}  # every container has /usr
     extra = {target: environment.fill(source) for target, source in entry.get("binds", {}).items()}
     path = f"{environment.python.parent}:{SYSTEM_PATH}" if entry.get("code") else SYSTEM_PATH
+    path = f"{peer / 'bin'}:{path}" if peer is not None else path
     return Image(
         name=name,
         command=[environment.fill(word) for word in entry.get("command", [])],
