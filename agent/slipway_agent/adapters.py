@@ -272,7 +272,9 @@ class Adapters:
             rule = "letters, digits, '.', '_' and '-', begins with a letter or digit, and has no '..' in it"
             raise Refusal(400, f"an adapter's name is made of {rule}", reason=AdapterReason.ENGINE_REJECTED)
         if asked.digest:
-            sentence = f"{self._dialect.engine} reads adapters by itself, so their digest cannot be checked: name none"
+            sentence = (
+                f"its digest cannot be checked, because {self._dialect.engine} reads it by itself: name none"
+            )
             raise Refusal(400, sentence, reason=AdapterReason.ENGINE_REJECTED)
         if asked.pinned and not self._calls.load.pinned_field:
             sentence = f"{self._dialect.engine} pins no adapters: leave the pin out"
@@ -285,7 +287,7 @@ class Adapters:
             scheme, rest = "file", asked.uri
         if scheme not in calls.sources:
             able = " and ".join(f"{one.value}://" for one in calls.sources)
-            sentence = f"{self._dialect.engine} loads adapters from {able} only"
+            sentence = f"{self._dialect.engine} can load only from {able}"
             raise Refusal(400, sentence, reason=AdapterReason.ENGINE_REJECTED)
         if scheme == AdapterSource.FILE:
             if not rest.startswith("/") or "\0" in rest or len(rest) > 4096 or ".." in rest.split("/"):

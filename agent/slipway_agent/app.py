@@ -39,7 +39,9 @@ log = structlog.get_logger()
 MOST_WAIT_SECONDS: Final = 2.0  # of an answer to a startup probe
 MOST_BODY_BYTES: Final = 64 * 1024
 MOST_OPEN_REQUESTS: Final = 64
+MOST_LARGE_ANSWERS: Final = 1  # that is made at a time; others wait: the agent has 60 MB
 BODY_SECONDS: Final = 10.0
+LARGE_PATHS: Final = frozenset({names.PATH_STATE, names.PATH_ADAPTERS, names.PATH_METRICS, names.PATH_MODEL})
 OPEN_PATHS: Final = frozenset({names.PATH_READY, names.PATH_HEALTH, names.PATH_METRICS})
 
 _B = TypeVar("_B", bound=Body)
@@ -212,6 +214,7 @@ class _Guard:
     def __init__(self, digests: tuple[str, ...]) -> None:
         self._digests = digests
         self._open = 0
+        self._large = asyncio.Semaphore(MOST_LARGE_ANSWERS)
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -231,9 +234,12 @@ class _Guard:
         if not is_open and self._digests and not token_matches(_token(request), self._digests):
             raise Refusal(401, f"the header {names.HEADER_ADMIN_TOKEN} is missing or wrong")
         if self._open >= MOST_OPEN_REQUESTS:
-            raise Refusal(503, f"{MOST_OPEN_REQUESTS} requests are open")
+            raise Refusal(503, f"too many requests are open: the limit is {MOST_OPEN_REQUESTS}")
         self._open += 1
         try:
+            if request.path in LARGE_PATHS and request.method == "GET":
+                async with self._large:
+                    return await _answered(request, handler)
             return await _answered(request, handler)
         finally:
             self._open -= 1
@@ -242,8 +248,6 @@ class _Guard:
 async def _answered(http: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(http)
-    except web.HTTPRequestEntityTooLarge:
-        raise Refusal(413, f"the body is larger than {MOST_BODY_BYTES} bytes") from None
     except web.HTTPException as error:
         raise Refusal(error.status, error.reason) from None
     except (Refusal, asyncio.CancelledError):
@@ -262,13 +266,17 @@ def _wire(body: Body, status: int = 200) -> web.Response:
 
 
 async def _asked(http: web.Request, kind: type[_B], shape: str, *, or_empty: bool = False) -> _B:
+    raw = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            raw = await http.read()
+            async for chunk in http.content.iter_chunked(2**14):
+                raw += chunk
+                if len(raw) > MOST_BODY_BYTES:
+                    raise Refusal(413, f"the body is larger than {MOST_BODY_BYTES} bytes")
     except TimeoutError:
         raise Refusal(408, f"the body took longer than {BODY_SECONDS:g} s") from None
     try:
-        return kind.model_validate_json(raw if raw.strip() or not or_empty else b"{}")
+        return kind.model_validate_json(bytes(raw) if raw.strip() or not or_empty else b"{}")
     except ValidationError:
         raise Refusal(400, f"the body is {shape}{', or empty' if or_empty else ''}") from None
 

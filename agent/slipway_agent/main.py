@@ -20,6 +20,8 @@ def run(argv: Sequence[str]) -> int:
     """Run the verb of the command line; returns the exit code."""
     from slipway_agent.settings import SettingsError, parse_arguments, run_directory, serve_settings
 
+    if list(argv[:1]) != ["drain"]:
+        from slipway_agent import serve  # before the help is printed, which shows that an image is complete
     arguments = parse_arguments(argv)
     if arguments.verb == "drain":
         return _drain(str(run_directory(os.environ)), arguments.refuse_after)
@@ -28,8 +30,6 @@ def run(argv: Sequence[str]) -> int:
     except SettingsError as error:
         print(f"slipway-agent: {error}", file=sys.stderr)
         return 2
-    from slipway_agent import serve
-
     return serve.run(settings)
 
 

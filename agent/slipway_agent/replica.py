@@ -373,7 +373,7 @@ class Replica:
         except EngineError as error:
             raise unavailable(error) from None
         if held := count.running + count.waiting:
-            raise Refusal(409, f"{held} requests are open: drain first, or wait")
+            raise Refusal(409, f"the engine has requests ({held}): drain first, or wait")
         self._asleep = level  # first, so that no router sends a request meanwhile
         query = f"{calls.level_parameter}={level}"
         await self._call_for_sleep(calls.sleep_path, query, calls)

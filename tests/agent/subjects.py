@@ -103,6 +103,8 @@ async def beside_the_stand_in() -> AsyncIterator[Subject]:
 @asynccontextmanager
 async def beside_vllm() -> AsyncIterator[Subject]:
     """An unmodified vLLM on the CPU, as `python -m bench.peers.environments` installs it; never installed by a test."""
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        pytest.skip("vLLM takes 4 GB and a minute: `make test-cluster` starts it once, outside the parallel tests")
     python = interpreter("vLLM CPU")
     if python is None:
         pytest.skip("vLLM's environment is not cached: python -m bench.peers.environments makes it")

@@ -379,7 +379,7 @@ async def test_an_agent_that_restarts_takes_the_engines_adapters_over(tmp_path):
 @pytest.mark.parametrize(
     ("request_", "sentence"),
     [
-        (asked(uri="s3://bucket/x"), "vllm loads adapters from file:// and hf:// only"),
+        (asked(uri="s3://bucket/x"), "vllm can load only from file:// and hf://"),
         (asked(uri="hf://a/b@main"), "hf://organisation/name, without a revision"),
         (asked(uri="file:///a/../b"), "has no '..' in it"),
         (asked(name="../x"), "an adapter's name is made of"),
