@@ -30,6 +30,7 @@ class ConditionType(StrEnum):
     MODEL_CACHED = "ModelCached"
     GATEWAY_ONLY = "GatewayOnly"
     OUTPUT_VALID = "OutputValid"
+    ENGINE_FIELDS_HONOURED = "EngineFieldsHonoured"
 
 
 class ConditionStatus(StrEnum):
@@ -63,6 +64,7 @@ class Reason(StrEnum):
     MOUNT_FAILED = "MountFailed"
     HUB_UNREACHABLE = "HubUnreachable"
     CRASH_LOOPING = "CrashLooping"
+    ENGINE_NOT_FOUND = "EngineNotFound"
     # Ready=True, and WorkloadAvailable
     AVAILABLE = "Available"
     DEGRADED = "Degraded"  # below desired, but serving
@@ -118,6 +120,8 @@ class Reason(StrEnum):
     OPEN_TO_DIRECT_CALLERS = "OpenToDirectCallers"
     # OutputValid
     INVALID_LOGITS = "InvalidLogits"
+    # EngineFieldsHonoured
+    ENGINE_IGNORES = "EngineIgnores"
 
 
 class EventReason(StrEnum):
@@ -157,6 +161,7 @@ class EventReason(StrEnum):
     MOUNT_FAILED = "MountFailed"
     HUB_UNREACHABLE = "HubUnreachable"
     CRASH_LOOPING = "CrashLooping"
+    ENGINE_NOT_FOUND = "EngineNotFound"
     NO_GATEWAY = "NoGateway"
     METRICS_STALE = "MetricsStale"
     KEY_REFUSED = "KeyRefused"

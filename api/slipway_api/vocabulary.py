@@ -95,6 +95,11 @@ STALLED_CAUSES: Final = {
         Helper.AUTHOR,
         "Read the end of the logs of the replica with kubectl logs --previous.",
     ),
+    Reason.ENGINE_NOT_FOUND: Cause(
+        "The Engine that spec.runtime.engine names does not exist, or cannot be read; replicas stay.",
+        Helper.AUTHOR,
+        "Correct spec.runtime.engine, or create or correct the Engine; the message names those that exist.",
+    ),
     Reason.REVISION_MISSING: Cause(
         "The ControllerRevision of a revision is missing or unreadable: the rollout is held.",
         Helper.AUTHOR,
@@ -107,7 +112,7 @@ _STALLED_EVENTS: Final = (
     *(Reason.DOES_NOT_FIT, Reason.CACHE_NOT_PERMITTED, Reason.IMAGE_PULL_FAILED, Reason.MODEL_NOT_FOUND),
     *(Reason.CREDENTIALS_INVALID, Reason.QUOTA_EXCEEDED, Reason.REFUSED, Reason.CRASH_LOOPING),
     *(Reason.REVISION_MISSING, Reason.POOL_NOT_FOUND),
-    *(Reason.NO_SUITABLE_NODE, Reason.HUB_UNREACHABLE, Reason.MOUNT_FAILED),
+    *(Reason.NO_SUITABLE_NODE, Reason.HUB_UNREACHABLE, Reason.MOUNT_FAILED, Reason.ENGINE_NOT_FOUND),
 )
 
 TERMINATING: Final = Cause(
@@ -374,6 +379,17 @@ _CAUSES: Final[dict[ConditionType, tuple[tuple[ConditionStatus, Reason, Cause], 
                 "Tenants are configured, but replicas answer callers without a key.",
                 Helper.AUTHOR,
                 "Set spec.routing.directAccess to GatewayOnly; this replaces the replicas.",
+            ),
+        ),
+    ),
+    ConditionType.ENGINE_FIELDS_HONOURED: (
+        (
+            _FALSE,
+            Reason.ENGINE_IGNORES,
+            Cause(
+                "The engine of spec.runtime.engine has nothing for some fields, and runs without them.",
+                Helper.AUTHOR,
+                "Remove the fields that the message names, or choose an engine that has them.",
             ),
         ),
     ),

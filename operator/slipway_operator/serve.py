@@ -10,6 +10,8 @@ import logging
 import sys
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
 
 import kopf
 import structlog
@@ -23,6 +25,7 @@ from slipway_kube.client import Client
 from slipway_kube.errors import KubeError, NoCredentials
 from slipway_operator import handlers as handlers  # the import registers the handlers
 from slipway_operator.ending import run_until_stopped
+from slipway_operator.installation_engines import apply_engines, read_engines
 from slipway_operator.installation_keys import create_missing_keys
 from slipway_operator.keepalive import KeptConnections
 from slipway_operator.manager import Manager, exempt_caches_from_collection
@@ -43,6 +46,7 @@ environment:
   POD_NAME                  name of this replica in the Lease (slipway-operator)
   POD_UID                   uid of this replica's pod: a restarted container takes its own Lease back immediately
   SLIPWAY_RUNTIME_IMAGE     image of runtimes whose service names none
+  SLIPWAY_AGENT_IMAGE       image of slipway-agent, which stands beside other engines than the runtime
   SLIPWAY_GATEWAY_URL       base URL of the gateway, for status.url
   SLIPWAY_TENANTS           true: the gateway has tenants, to each of which a name may mean another service (false)
   SLIPWAY_MASTER_DIR        folder with the admin masters: current, and previous while rotating (/etc/slipway/admin)
@@ -108,9 +112,17 @@ async def create_keys(settings: OperatorSettings, secrets: Sequence[str]) -> Non
         await create_missing_keys(client, settings.namespace, secrets, sleep=asyncio.sleep)
 
 
+async def apply_shipped_engines(engines: Sequence[dict[str, Any]]) -> None:
+    """Apply the Engines of the chart."""
+    async with Client(auth.load(), user_agent=user_agent()) as client:
+        await apply_engines(client, engines, sleep=asyncio.sleep)
+
+
 def _command(arguments: argparse.Namespace, settings: OperatorSettings) -> Coroutine[None, None, None]:
     if arguments.command == "create-keys":
-        return create_keys(settings, arguments.secrets)
+        return create_keys(settings, arguments.names)
+    if arguments.command == "apply-engines":
+        return apply_shipped_engines(read_engines(Path(*arguments.names)))
     return serve(settings)
 
 
@@ -128,11 +140,17 @@ def run() -> None:
     parser.add_argument(
         "command",
         nargs="?",
-        choices=["run", "create-keys"],
+        choices=["run", "create-keys", "apply-engines"],
         default="run",
-        help="run the operator (the default), or create the Secrets of its keys that do not exist, and end",
+        help="run the operator (the default); or create the Secrets of its keys that do not exist, and end; or apply "
+        "the Engines of a folder, and end",
     )
-    parser.add_argument("secrets", nargs="*", metavar="SECRET", help="of create-keys: names in SLIPWAY_NAMESPACE")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="of create-keys: Secrets in SLIPWAY_NAMESPACE; of apply-engines: the folder with their JSON files",
+    )
     arguments = parser.parse_args()
     try:
         settings = OperatorSettings()

@@ -5,7 +5,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from slipway_api import names
-from slipway_api.conditions import Reason
+from slipway_api.conditions import ConditionType, Reason, find_condition
 from slipway_api.rollout_spec import RolloutStrategy
 from slipway_operator.core.actions import DrainPod
 from slipway_operator.core.health import GONE_AFTER
@@ -13,6 +13,7 @@ from slipway_operator.core.observed import Observed
 from slipway_operator.core.service.plan import Plan, plan
 from slipway_operator.core.service.replicas.assign import SCALING_DOWN
 from slipway_operator.core.service.replicas.drain import GRACE_AFTER_DRAIN_SECONDS
+from slipway_operator.core.service.status.invalid import ADVICE
 from tests.builders import UID
 
 if TYPE_CHECKING:
@@ -102,12 +103,18 @@ def check_victims(made: Plan, observed: Observed) -> None:
         assert len(serving) - 1 >= least, f"{victims[0]} was still needed"
 
 
+def _is_left_alone(made: Plan) -> bool:
+    """Whether the plan changes nothing, because the spec has a fault."""
+    stalled = find_condition(made.status.conditions, ConditionType.STALLED) if made.status is not None else None
+    return stalled is not None and stalled.message.endswith(ADVICE)
+
+
 def check_weights(made: Plan, observed: Observed) -> None:
     """The traffic is split whole; nothing goes to a revision without ready replicas while another may serve.
 
     A revision that failed as canary gets nothing as soon as another one that had traffic is ready.
     """
-    if observed.service.is_being_deleted or made.status is None or observed.fault:
+    if observed.service.is_being_deleted or made.status is None or _is_left_alone(made):
         return
     before = {one.hash: one.weight for one in observed.service.status.revisions}
     after = made.status
@@ -144,7 +151,7 @@ def check_words(made: Plan, observed: Observed) -> None:
 def check_records(made: Plan, observed: Observed) -> None:
     """Without the record of the revision that served last, nothing takes its place unless a person promotes it."""
     before = observed.service.status
-    if observed.service.is_being_deleted or made.status is None or observed.fault:
+    if observed.service.is_being_deleted or made.status is None or _is_left_alone(made):
         return
     served = {one.hash for one in before.revisions if one.served}
     stored = {one.hash for one in observed.revisions}

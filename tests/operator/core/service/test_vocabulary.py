@@ -11,6 +11,7 @@ import pytest
 
 from slipway_api.autoscaling import Limit
 from slipway_api.conditions import Condition, EventReason, Reason
+from slipway_api.crd import engine_manifest
 from slipway_api.inference_service import InferenceService
 from slipway_api.model_names import NameConflict
 from slipway_api.slo import SLOPeriod, SLOStatus
@@ -368,6 +369,15 @@ def load(world: SimulatedCluster, *, waiting: int) -> None:
     world.load = each
 
 
+def with_a_foreign_engine() -> Said:
+    engine = {"engine": "vllm"}
+    world = watched(a_service(runtime=engine, model={"warmPrompts": [{"prompt": "x"}]}))
+    world.run(5)
+    world.engines["vllm"] = engine_manifest("vllm")["spec"]
+    world.run(60)
+    return world.told, set(world.event_reasons())
+
+
 SCENARIOS: list[Callable[[], Said]] = [
     serving_and_failing,
     below_desired,
@@ -394,6 +404,7 @@ SCENARIOS: list[Callable[[], Said]] = [
     life_of_an_error_budget,
     with_adapters,
     with_a_cache,
+    with_a_foreign_engine,
 ]
 
 

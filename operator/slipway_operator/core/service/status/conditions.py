@@ -47,6 +47,7 @@ from slipway_api.inference_status import (
 )
 from slipway_api.memory import Fits
 from slipway_operator.core.actions import Event
+from slipway_operator.core.engines import fields_condition
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.scaling.autoscaling import Recommendation
@@ -89,6 +90,7 @@ class Decided:
     facts: ModelFacts | None = None
     cache: CacheDecision = field(default_factory=CacheDecision)
     pending_upgrade: PendingUpgrade | None = None
+    engine_fault: str = ""  # why the Engine cannot be followed, while a stored revision goes on without it
     pool_wait: str = ""  # why replicas wait for a pod of a WarmPool; empty: none does
 
     @property
@@ -172,6 +174,7 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
     )
 
 
+RUNS_ON: Final = "until then the service runs on as its stored revision says"
 OPEN_MESSAGE: Final = (
     "Tenants are configured, but any pod that reaches the replicas can call them directly, without an API key and "
     "beside all limits. Set spec.routing.directAccess to GatewayOnly; this replaces the replicas in a rollout. "
@@ -272,7 +275,8 @@ def _conditions(
         conditions = remove_condition(conditions, ConditionType.RECONCILING)  # another rollout: a new deadline
     problems = find_problems(observed, decided.members, decided.revision, decided.assignment.attempts, now=now)
     held = (Reason.REVISION_MISSING, decided.target.held) if decided.target.held else None
-    stalled = held or problems.stalled or _past_deadline(observed, decided, problems, now)
+    lost = (Reason.ENGINE_NOT_FOUND, f"{decided.engine_fault}; {RUNS_ON}") if decided.engine_fault else None
+    stalled = held or lost or problems.stalled or _past_deadline(observed, decided, problems, now)
 
     def write(type: ConditionType, status: ConditionStatus | bool, reason: Reason, message: str) -> None:
         nonlocal conditions
@@ -340,6 +344,10 @@ def _conditions(
         write(ConditionType.MODEL_CACHED, *decided.cache.condition)
     else:
         conditions = remove_condition(conditions, ConditionType.MODEL_CACHED)
+    if fields := fields_condition(decided.revision.apply_to(service).spec, decided.revision.engine):
+        write(ConditionType.ENGINE_FIELDS_HONOURED, *fields)
+    else:
+        conditions = remove_condition(conditions, ConditionType.ENGINE_FIELDS_HONOURED)
     if output := output_condition(decided.members):
         write(ConditionType.OUTPUT_VALID, *output)
     else:
