@@ -18,9 +18,7 @@ from e2e.cluster import syscalls
 FIRST_ID, IDS = 100000, 65536  # the host ids that the cluster's 0 to 65535 are
 
 
-def main(
-    fd: int, users: bool, covers: dict[str, int], keeps: list[str], setup: str, cgroups: list[list[str]]
-) -> None:
+def main(fd: int, users: bool, covers: dict[str, int], keeps: list[str], setup: str, cgroups: list[list[str]]) -> None:
     lifeline = socket.socket(fileno=fd)
     syscalls.unshare(syscalls.CLONE_NEWNS)
     syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)

@@ -11,13 +11,13 @@ from pathlib import Path
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
-def write(archive: Path, image: str, program: Path, user: str = "65532:65532") -> None:
-    """Write an image called `image` whose only file is `program`, which is its entrypoint."""
+def write(archive: Path, image: str, program: Path, *arguments: str, user: str = "65532:65532") -> None:
+    """Write an image called `image` whose only file is `program`; its entrypoint is the program with `arguments`."""
     layer = _tar({program.name: program.read_bytes()}, mode=0o755)
     config = {
         "architecture": ARCHITECTURES[platform.machine()],
         "os": "linux",
-        "config": {"Entrypoint": [f"/{program.name}"], "User": user},
+        "config": {"Entrypoint": [f"/{program.name}", *arguments], "User": user},
         "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(layer).hexdigest()}"]},
     }
     manifest = [{"Config": "config.json", "RepoTags": [image], "Layers": ["layer.tar"]}]

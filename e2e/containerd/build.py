@@ -1,4 +1,4 @@
-"""Builds containerd, its shim, ctr, CNI plugins, kube-proxy and kube-router from their Go modules, once, into the cache.
+"""Builds containerd, CNI plugins, kube-proxy and kube-router from their Go modules, once, into the cache.
 
 `<cache>/build/containerd-<hash>/bin` holds the programs, by their own names, and `pod`: the only program of the image
 that is the sandbox of every pod (`pod/main.go`). The requirements of `go.mod` are those of the local cluster's, so what
@@ -10,9 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-from e2e.cluster.build import alone, compile_with_progress, go_environment, version_of
+from e2e.cluster import build as cluster_build
+from e2e.cluster.build import alone, compile_with_progress, version_of
 from e2e.cluster.paths import cache_folder
 from e2e.cluster.toolchain import find_go
+from e2e.containerd import preflight, tools
 
 HERE = Path(__file__).resolve().parent
 SOURCES = ("go.mod", "go.sum", "pod/main.go")
@@ -40,6 +42,14 @@ def ensure() -> Path:
     return out
 
 
+def ensure_all() -> None:
+    """Make all that a node needs, if this machine can run one: the local cluster's binary too, and the tools."""
+    if not preflight.missing(preflight.this_machine()):
+        cluster_build.ensure()
+        ensure()
+        tools.ensure(tools.NODE)
+
+
 def fingerprint() -> str:
     """The hash that names a build: of everything that decides what is built."""
     digest = hashlib.sha256()
@@ -59,7 +69,3 @@ def _build(out: Path) -> None:
     compile_with_progress([str(go), "build", "-v", *flags, "-o", f"{new}/", *PROGRAMS], HERE, PACKAGES)
     new.rename(out / "bin")  # last: the build is complete when this is there
     print(f"  built in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-
-
-# Used in the line of the progress, so that a test can compare them.
-__all__ = ["CONTAINERD", "HERE", "PROGRAMS", "ensure", "fingerprint", "go_environment"]

@@ -45,22 +45,21 @@ def find(mountinfo: str, membership: str) -> tuple[Hierarchy, ...]:
     own = {}
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
-        own[controllers.removeprefix("name=")] = path
-    found = []
+        own[frozenset(controllers.split(","))] = path
+    first, second = [], []
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
         root, mount = before.split()[3:5]
         kind, _, options = after.split(" ", 2)
         if kind == "cgroup2":
-            found.append(Hierarchy(mount, "", _below(root, own.get("", "/"))))
+            second.append(Hierarchy(mount, "", _below(root, own.get(frozenset({""}), "/"))))
         elif kind == "cgroup":
-            words = [word for word in options.split(",") if word in own or word.startswith("name=")]
-            names = ",".join(word.removeprefix("name=") for word in words)
-            match = next((path for key, path in own.items() if set(key.split(",")) == set(names.split(","))), "/")
-            joined = f"none,{words[0]}" if words[:1] and words[0].startswith("name=") else ",".join(words)
-            found.append(Hierarchy(mount, joined, _below(root, match)))
-    first = [h for h in found if not h.unified]
-    return tuple(first or found[:1])
+            controllers, path = next(pair for pair in own.items() if pair[0] and pair[0] <= set(options.split(",")))
+            named = sorted(controllers)
+            first.append(
+                Hierarchy(mount, ",".join(["none"] * named[0].startswith("name=") + named), _below(root, path))
+            )
+    return tuple(first or second[:1])
 
 
 def _below(root: str, path: str) -> str:

@@ -9,8 +9,8 @@
        etcd, kube-apiserver, controller manager, scheduler, kubelet, kube-proxy, kube-router, containerd
        └─ pods: containers of runc, with cgroups, seccomp and a network by CNI
 
-The caller must be root. When the caller ends, however it ends, all processes and mounts end with it; `stop` also removes
-the cgroups and folders. After a `kill -9` of the caller, the next start removes those.
+The caller must be root. When the caller ends, however it ends, all processes and mounts end with it; `stop` also
+removes the cgroups and folders. After a `kill -9` of the caller, the next start removes those.
 """
 
 import os
@@ -135,6 +135,12 @@ class Machine(Access):
         import_ = ["--namespace=k8s.io", "images", "import", "--local", str(path)]
         self.run(str(self._programs / "ctr"), f"--address={real.SOCKET}", *import_, timeout=timeout)
 
+    def import_program(self, image: str, *arguments: str) -> None:
+        """Import an image whose entrypoint is `pod`, the program of pod/main.go, with these arguments."""
+        path = self.folder / "program.tar"
+        archive.write(path, image, self._programs / "pod", *arguments)
+        self.import_image(path)
+
     def run(self, *argv: str | Path, timeout: float = 60) -> str:
         """Run a command in the node's namespaces and return its output; raise when it fails."""
         command = [*self.enter(), *map(str, argv)]
@@ -194,9 +200,7 @@ class Machine(Access):
     def _start_node(self) -> None:
         assert self._space is not None
         self._wait_for(self._space.path(real.SOCKET).exists, "containerd", limit=60)
-        sandbox = self.folder / "sandbox.tar"
-        archive.write(sandbox, real.SANDBOX_IMAGE, self._programs / "pod")
-        self.import_image(sandbox)
+        self.import_program(real.SANDBOX_IMAGE)
         real.cni(self._config, NODE)
         binary, changes = self._build / "controlplane", real.kubelet_changes()
         self._start("kubelet", components.kubelet(binary, self._pki, self._config, NODE, changes))

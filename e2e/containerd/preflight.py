@@ -57,7 +57,7 @@ def missing(machine: Machine) -> list[str]:
     found = []
     lacking = [name for bit, name in CAPABILITIES.items() if not machine.capabilities >> bit & 1]
     if lacking:
-        found.append(f"A real node needs {', '.join(lacking)}: run this in a virtual machine or a privileged container.")
+        found.append(f"A real node needs {', '.join(lacking)}: run this in a virtual machine.")
     if "\toverlay\n" not in machine.file_systems:
         found.append("The kernel has no overlay file system: run modprobe overlay.")
     if machine.without_controllers:
