@@ -54,11 +54,9 @@ def find(mountinfo: str, membership: str) -> tuple[Hierarchy, ...]:
         if kind == "cgroup2":
             second.append(Hierarchy(mount, "", _below(root, own.get(frozenset({""}), "/"))))
         elif kind == "cgroup":
-            controllers, path = next(pair for pair in own.items() if pair[0] and pair[0] <= set(options.split(",")))
-            named = sorted(controllers)
-            first.append(
-                Hierarchy(mount, ",".join(["none"] * named[0].startswith("name=") + named), _below(root, path))
-            )
+            controllers, path = next(pair for pair in own.items() if pair[0] <= set(options.split(",")))
+            named = ",".join(sorted(controllers))
+            first.append(Hierarchy(mount, f"none,{named}" if "name=" in named else named, _below(root, path)))
     return tuple(first or second[:1])
 
 

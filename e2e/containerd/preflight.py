@@ -1,8 +1,12 @@
-"""Checks whether this machine can run a real node: one sentence for each missing prerequisite."""
+"""Checks whether this machine can run a real node: one sentence for each missing prerequisite.
+
+python -m e2e.containerd.preflight
+"""
 
 import os
 import platform
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,3 +72,7 @@ def missing(machine: Machine) -> list[str]:
     if machine.programs and not machine.packages:
         found.append(f"The programs {', '.join(machine.programs)} are missing: install them.")
     return found
+
+
+if __name__ == "__main__":
+    sys.exit("\n".join(missing(this_machine())) or 0)

@@ -159,3 +159,25 @@ def test_images_have_the_names_that_the_chart_asks_for():
 
     assert images.name_of("operator") == f"docker.io/slipway/operator:{version}"
     assert images.name_of("runtime-cpu") == f"docker.io/slipway/runtime:{version}"
+
+
+def test_a_derived_image_has_the_layers_of_its_source_and_one_more(tmp_path: Path):
+    program, folder = tmp_path / "pod", tmp_path / "model"
+    program.write_bytes(b"#!/bin/true\n")
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    archive.write(tmp_path / "pod.tar", "localhost/pod:1", program)
+    archive.derive(tmp_path / "pod.tar", tmp_path / "new.tar", "localhost/new:1", ["serve"], {"/opt/model": folder})
+
+    with tarfile.open(tmp_path / "new.tar") as tar:
+        (manifest,) = json.load(tar.extractfile("manifest.json"))
+        config = json.load(tar.extractfile(manifest["Config"]))
+        contents = []
+        for name in manifest["Layers"]:
+            with tarfile.open(fileobj=tar.extractfile(name)) as layer:
+                contents.append(layer.getnames())
+
+    assert manifest["RepoTags"] == ["localhost/new:1"]
+    assert config["config"] == {"Entrypoint": ["serve"], "User": "65532:65532"}
+    assert len(config["rootfs"]["diff_ids"]) == 2
+    assert contents == [["pod"], ["opt/model", "opt/model/config.json"]]
