@@ -14,7 +14,7 @@ from e2e.cluster.pytest_hooks import (
     pytest_terminal_summary,
     pytest_testnodedown,
 )
-from e2e.containerd.fixtures import machine, real_containers
+from e2e.containerd.fixtures import machine, real_containers, released
 
 __all__ = [
     "apiserver",
@@ -26,6 +26,7 @@ __all__ = [
     "pytest_terminal_summary",
     "pytest_testnodedown",
     "real_containers",
+    "released",
 ]
 
 

@@ -7,6 +7,7 @@ import pytest
 
 if TYPE_CHECKING:
     from e2e.containerd.machine import Machine
+    from e2e.slipway import Slipway
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +27,11 @@ def machine(real_containers: None) -> "Iterator[Machine]":
     with Machine(policies=True) as machine:
         yield machine
         assert not machine.ended, f"{machine.ended} ended during the tests, see {machine.logs}"
+
+
+@pytest.fixture(scope="session")
+def released(machine: "Machine") -> "Slipway":
+    """Slipway on that node, installed from images of a release."""
+    from e2e.containerd import release
+
+    return release.install(machine)

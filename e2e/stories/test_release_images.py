@@ -10,13 +10,13 @@ from e2e.cluster.access import CommandError
 from e2e.containerd import images
 from e2e.containerd.components import SANDBOX_IMAGE
 from e2e.containerd.machine import Machine
+from e2e.containerd.release import USER
 from e2e.manifests import as_yaml
 from e2e.slipway import RELEASE_NAMESPACE, Slipway, wait_for
 from slipway_api import names
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
 
-USER = 1000660000  # as OpenShift assigns them: no image has a name for it
 HUNGRY_IMAGE, HUNGRY_MEBIBYTES, LIMIT = "localhost/slipway-e2e/hungry:1", 256, "64Mi"
 LOOK = """
 import os
@@ -30,30 +30,18 @@ except OSError as error:
 REFUSED = ("refused", "exceeded", "timeout", "unreachable")
 
 
-@pytest.fixture(scope="module")
-def installed(machine: Machine) -> Slipway:
-    """Slipway from images of a release, as an arbitrary user in a namespace that enforces `restricted`."""
-    for archive in images.ensure().values():
-        machine.import_image(archive)
-    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
-    machine.api("POST", "/api/v1/namespaces", {"metadata": {"name": RELEASE_NAMESPACE, "labels": labels}})
-    slipway = Slipway(machine)
-    slipway.install(f"podSecurity.user={USER}", "podSecurity.group=0")
-    return slipway
-
-
 @pytest.fixture
-def apply(installed: Slipway) -> Iterator[Callable[[dict[str, Any]], None]]:
+def apply(released: Slipway) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Applies a service, and deletes it after the test."""
     applied = []
 
     def apply(manifest: dict[str, Any]) -> None:
         applied.append(manifest["metadata"]["name"])
-        installed.apply(as_yaml(manifest))
+        released.apply(as_yaml(manifest))
 
     yield apply
     for name in applied:
-        installed.delete(name)
+        released.delete(name)
 
 
 def service(name: str, image: str, **spec: Any) -> dict[str, Any]:
@@ -74,11 +62,11 @@ def ready_pod(slipway: Slipway, component: str) -> Any:
 
 @pytest.mark.capability("REL-3", "SE-3")
 @pytest.mark.parametrize("component", ["operator", "gateway"])
-def test_an_image_of_a_release_runs_restricted_as_an_arbitrary_user(installed: Slipway, component: str) -> None:
-    pod = ready_pod(installed, component)
+def test_an_image_of_a_release_runs_restricted_as_an_arbitrary_user(released: Slipway, component: str) -> None:
+    pod = ready_pod(released, component)
     (status,) = pod.status.container_statuses
 
-    seen = installed.access.kubectl("exec", "-n", RELEASE_NAMESPACE, pod.metadata.name, "--", "python3", "-c", LOOK)
+    seen = released.access.kubectl("exec", "-n", RELEASE_NAMESPACE, pod.metadata.name, "--", "python3", "-c", LOOK)
 
     assert status.image == images.name_of(component)
     assert status.container_id.startswith("containerd://")
@@ -88,20 +76,20 @@ def test_an_image_of_a_release_runs_restricted_as_an_arbitrary_user(installed: S
 
 @pytest.mark.capability("REL-3", "OB-3")
 def test_a_replica_that_exceeds_its_memory_is_reported_as_killed_for_it(
-    machine: Machine, installed: Slipway, apply: Callable[[dict[str, Any]], None]
+    machine: Machine, released: Slipway, apply: Callable[[dict[str, Any]], None]
 ) -> None:
     machine.import_program(HUNGRY_IMAGE, "eat", str(HUNGRY_MEBIBYTES))
 
     apply(service("hungry", HUNGRY_IMAGE))
 
     def named() -> str | None:
-        told = [condition["message"] for condition in installed.service("hungry")["status"]["conditions"]]
+        told = [condition["message"] for condition in released.service("hungry")["status"]["conditions"]]
         return next((message for message in told if "OOMKilled" in message), None)
 
     message = wait_for("a condition names the kill", named, timeout=60)
     assert "exit code 137" in message
-    assert any("OOMKilled" in event.note for event in installed.events("hungry"))
-    assert wait_for("the kubelet saw the limit", lambda: "OOMKilled" in str(installed.pods("hungry")[0].status))
+    assert any("OOMKilled" in event.note for event in released.events("hungry"))
+    assert wait_for("the kubelet saw the limit", lambda: "OOMKilled" in str(released.pods("hungry")[0].status))
 
 
 # Under enforced NetworkPolicies.
@@ -148,10 +136,10 @@ def gateway_gets(slipway: Slipway, url: str) -> str:
 
 
 @pytest.mark.capability("REL-3", "SE-2")
-def test_strangers_reach_the_gateways_serving_port_and_no_admin_port(machine: Machine, installed: Slipway) -> None:
+def test_strangers_reach_the_gateways_serving_port_and_no_admin_port(machine: Machine, released: Slipway) -> None:
     namespace = machine.create_namespace("stranger")
     run(machine, namespace, stand_in("client", {}))
-    gateway, operator = (ready_pod(installed, part).status.pod_ip for part in ("gateway", "operator"))
+    gateway, operator = (ready_pod(released, part).status.pod_ip for part in ("gateway", "operator"))
 
     assert becomes(machine, namespace, f"http://{gateway}:8000/v1/models", True)
     assert becomes(machine, namespace, f"http://{gateway}:8001/metrics", False)
@@ -161,7 +149,7 @@ def test_strangers_reach_the_gateways_serving_port_and_no_admin_port(machine: Ma
 
 @pytest.mark.capability("REL-3", "SE-2")
 def test_the_policy_of_a_closed_service_admits_the_gateway_alone(
-    machine: Machine, installed: Slipway, apply: Callable[[dict[str, Any]], None]
+    machine: Machine, released: Slipway, apply: Callable[[dict[str, Any]], None]
 ) -> None:
     """Pods with the service's label stand in for replicas: the policy is the operator's, and the engine is real."""
     apply(service("closed", HUNGRY_IMAGE, replicas=0, routing={"directAccess": "GatewayOnly"}))
@@ -177,20 +165,20 @@ def test_the_policy_of_a_closed_service_admits_the_gateway_alone(
     expected = {("closed", 8000): False, ("closed", 8001): False, ("open", 8000): True, ("open", 8001): False}
     for (name, port), answer in expected.items():
         assert becomes(machine, namespace, f"http://{addresses[name]}:{port}/", answer)
-        assert gateway_gets(installed, f"http://{addresses[name]}:{port}/") == "200"
+        assert gateway_gets(released, f"http://{addresses[name]}:{port}/") == "200"
     machine.kubectl("delete", "pod", "-n", "default", "stand-in-closed", "stand-in-open", "--wait=false")
     machine.kubectl("delete", "namespace", namespace, "--wait=false")
 
 
 @pytest.mark.capability("REL-3", "SE-2")
 def test_a_namespace_whose_egress_is_closed_reaches_the_gateway_it_is_allowed(
-    machine: Machine, installed: Slipway
+    machine: Machine, released: Slipway
 ) -> None:
     """The other direction: a platform team that closes egress admits the gateway by its namespace and port."""
     namespace = machine.create_namespace("closed")
     run(machine, namespace, stand_in("client", {}))
     outside = run(machine, "default", stand_in("outside", {}, 8000))
-    gateway = ready_pod(installed, "gateway").status.pod_ip
+    gateway = ready_pod(released, "gateway").status.pod_ip
     assert becomes(machine, namespace, f"http://{outside}:8000/", True)
 
     to = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": RELEASE_NAMESPACE}}}
