@@ -2,7 +2,7 @@
 
 On cgroup v1 there is one in each hierarchy. On cgroup v2 there is one below the root of the mount, because only the
 root may have both processes and children with controllers; the node's processes are in a child of it, so that the
-kubelet may have children of its own there. Version 2 was not tried on a machine: this one has version 1.
+kubelet may have children of its own there. No whole node has run on version 2 yet.
 """
 
 import contextlib
