@@ -193,7 +193,7 @@ class Machine(Access):
         with api:
             self._start_services("services-api", api, (API_IP, API_PORT))
         self._start("containerd", real.containerd(self._programs, self._config))
-        self._wait_for(self._api_ready, "the API server", limit=120)
+        self._wait_for(self.is_ready, "the API server", limit=120)
         self._start("kube-controller-manager", components.controller_manager(binary, self._pki, self._config))
         self._start("kube-scheduler", components.scheduler(binary, self._config))
 
@@ -231,13 +231,6 @@ class Machine(Access):
                 reason = f"{', '.join(self.ended)} ended" if self.ended else f"not within {limit:.0f} s"
                 raise RuntimeError(f"{what} is not ready: {reason}; see {self.logs}")
             time.sleep(0.1)
-
-    def _api_ready(self) -> bool:
-        try:
-            self.api("GET", "/api/v1/namespaces/default", timeout=5)
-        except (OSError, ApiError):
-            return False
-        return True
 
     def _node_ready(self) -> bool:
         try:

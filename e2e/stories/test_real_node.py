@@ -76,6 +76,7 @@ def test_a_pod_runs_restricted_in_a_real_container_and_nothing_is_left_behind(
             "exec", "-n", namespace, "server", "--", "/pod", "get", f"http://{status['podIP']}:8000/"
         )
         kept = traces(machine)
+        assert users_of(kept["namespaces"]), "there is something to leave behind"
 
     assert status["containerStatuses"][0]["containerID"].startswith("containerd://")
     assert "200 " in asked
