@@ -88,7 +88,7 @@ def test_a_replica_that_exceeds_its_memory_is_reported_as_killed_for_it(
 
     message = wait_for("a condition names the kill", named, timeout=60)
     assert "exit code 137" in message
-    assert any("OOMKilled" in event.note for event in released.events("hungry"))
+    assert wait_for("an event names it", lambda: any("OOMKilled" in event.note for event in released.events("hungry")))
     assert wait_for("the kubelet saw the limit", lambda: "OOMKilled" in str(released.pods("hungry")[0].status))
 
 
