@@ -141,6 +141,11 @@ class Machine(Access):
         archive.write(path, image, self._programs / "pod", *arguments)
         self.import_image(path)
 
+    @property
+    def sandbox_archive(self) -> Path:
+        """The archive of the image with `pod` alone."""
+        return self.folder / "sandbox.tar"
+
     def run(self, *argv: str | Path, timeout: float = 60) -> str:
         """Run a command in the node's namespaces and return its output; raise when it fails."""
         command = [*self.enter(), *map(str, argv)]
@@ -178,6 +183,7 @@ class Machine(Access):
         hierarchies = cgroups.of_this_process()
         cgroups.remove_old(hierarchies)
         name = f"{cgroups.PREFIX}{os.getpid()}-{secrets.token_hex(3)}"
+        # Known before they are made: what a failure leaves is removed as well.
         self._cgroups = Cgroups(tuple(hierarchy.child(name) for hierarchy in hierarchies), ())
         self._cgroups = cgroups.create(hierarchies, name)
         keeps = outermost([CHECKOUT, cache_folder(), self.folder, Path(sys.prefix), Path(sys.base_prefix)])
@@ -200,7 +206,8 @@ class Machine(Access):
     def _start_node(self) -> None:
         assert self._space is not None
         self._wait_for(self._space.path(real.SOCKET).exists, "containerd", limit=60)
-        self.import_program(real.SANDBOX_IMAGE)
+        archive.write(self.sandbox_archive, real.SANDBOX_IMAGE, self._programs / "pod")
+        self.import_image(self.sandbox_archive)
         real.cni(self._config, NODE)
         binary, changes = self._build / "controlplane", real.kubelet_changes()
         self._start("kubelet", components.kubelet(binary, self._pki, self._config, NODE, changes))

@@ -9,11 +9,16 @@ from e2e.cluster.paths import CHECKOUT
 from e2e.containerd import archive, images
 from e2e.containerd.machine import Machine
 from e2e.slipway import GATEWAY, RELEASE_NAMESPACE, Slipway
+from slipway_api import names
 
 USER = 1000660000  # as OpenShift assigns them: no image has a name for it
 RUNTIME_IMAGE = "localhost/slipway-e2e/runtime-without-packages:1"
+MODEL_IMAGE, MODEL_FOLDER = "localhost/slipway-e2e/models:1", "models/tiny"  # an image with a model, for image volumes
 PACKAGES, MOUNTED = "packages", "/opt/packages"  # the volume with the packages that the image leaves out
 PYTHON = (3, 11)  # of the images' Debian: packages compiled for another one do not load
+
+
+SETTINGS = (f"podSecurity.user={USER}", "podSecurity.group=0")
 
 
 def install(machine: Machine) -> Slipway:
@@ -23,7 +28,7 @@ def install(machine: Machine) -> Slipway:
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     machine.api("POST", "/api/v1/namespaces", {"metadata": {"name": RELEASE_NAMESPACE, "labels": labels}})
     slipway = Slipway(machine)
-    slipway.install(f"podSecurity.user={USER}", "podSecurity.group=0")
+    slipway.install(*SETTINGS)
     service = machine.api("GET", f"/api/v1/namespaces/{RELEASE_NAMESPACE}/services/slipway-gateway")
     machine.publish(GATEWAY, service["spec"]["clusterIP"], 8000)
     return slipway
@@ -48,6 +53,8 @@ def provide_runtime(machine: Machine) -> None:
     source = images.ensure(["operator"])["operator"]
     archive.derive(source, path, RUNTIME_IMAGE, ["slipway-runtime"], {model: CHECKOUT / "models" / "tiny"})
     machine.import_image(path)
+    archive.derive(machine.sandbox_archive, path, MODEL_IMAGE, ["/pod"], {MODEL_FOLDER: CHECKOUT / "models" / "tiny"})
+    machine.import_image(path)
     path.unlink()
     packages = Path(sys.prefix, "lib", f"python{PYTHON[0]}.{PYTHON[1]}", "site-packages")
     shared = {"accessModes": ["ReadOnlyMany"], "storageClassName": ""}
@@ -58,14 +65,18 @@ def provide_runtime(machine: Machine) -> None:
         machine.kubectl("apply", "-n", "default", "-f", "-", stdin=json.dumps(manifest))
 
 
-def replica_overlay() -> dict[str, Any]:
-    """The fields of a service's spec by which its replicas run that image with those packages."""
+def service(name: str, uri: str = "file:///opt/slipway/models/tiny", **spec: Any) -> dict[str, Any]:
+    """A service whose replicas run that image with those packages, on CPUs and within limits."""
     environment = [{"name": "PYTHONPATH", "value": f"/opt/slipway/app:{MOUNTED}"}]
     mount = {"name": PACKAGES, "mountPath": MOUNTED, "readOnly": True}
     server = {"name": "server", "env": environment, "volumeMounts": [mount]}
     volume = {"name": PACKAGES, "persistentVolumeClaim": {"claimName": PACKAGES, "readOnly": True}}
-    return {
+    limits = {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"cpu": "1", "memory": "2Gi"}}
+    spec = {
+        "model": {"uri": uri},
         "runtime": {"image": RUNTIME_IMAGE, "maxModelLen": 512, "kvCache": {"bytes": "6Mi"}},
-        "resources": {"gpu": {"count": 0}, "requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}},
+        "resources": {"gpu": {"count": 0}, **limits},
         "template": {"spec": {"containers": [server], "volumes": [volume]}},
-    }
+        "replicas": 1,
+    } | spec
+    return {"apiVersion": names.API_VERSION, "kind": "InferenceService", "metadata": {"name": name}, "spec": spec}

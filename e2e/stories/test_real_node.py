@@ -2,13 +2,19 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from e2e.cluster.paths import CHECKOUT
+from e2e.containerd import cgroups
 from e2e.containerd.components import SANDBOX_IMAGE
 from e2e.containerd.machine import KEPT, Machine
+from e2e.slipway import wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.containers, pytest.mark.timeout(300)]
 
@@ -18,6 +24,14 @@ RESTRICTED = {
     "readOnlyRootFilesystem": True,
 }
 SETTINGS = ("kernel/panic", "kernel/panic_on_oops", "vm/overcommit_memory", "net/ipv4/ip_forward")
+LAUNCHER = """
+import json, signal, sys
+from pathlib import Path
+from e2e.containerd.machine import Machine
+with Machine(folder=Path(sys.argv[1])) as machine:
+    print(json.dumps({"pid": machine.pid, "cgroups": machine.cgroups}), flush=True)
+    signal.pause()
+"""
 ARBITRARY_USER = 1000660000  # as OpenShift assigns them
 
 
@@ -89,3 +103,21 @@ def test_a_pod_runs_restricted_in_a_real_container_and_nothing_is_left_behind(
     assert [folder for folder in kept["cgroups"] if os.path.exists(folder)] == []
     assert set(os.listdir(tmp_path / "node")) <= KEPT
     assert host() == before
+
+
+@pytest.mark.full
+@pytest.mark.capability("REL-3")
+def test_a_killed_launcher_leaves_no_process_and_the_next_start_removes_its_cgroups(
+    real_containers: None, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", LAUNCHER, str(tmp_path / "node")]
+    with subprocess.Popen(command, cwd=CHECKOUT, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        started = json.loads(launcher.stdout.readline())
+        namespaces = [os.readlink(f"/proc/{started['pid']}/ns/{kind}") for kind in ("mnt", "net", "pid")]
+        launcher.send_signal(signal.SIGKILL)
+
+    assert wait_for("no process is left", lambda: users_of(namespaces) == [], timeout=20)
+    assert all(os.path.exists(folder) for folder in started["cgroups"]), "nobody was there to remove them"
+    cgroups.remove_old(cgroups.of_this_process())
+    assert [folder for folder in started["cgroups"] if os.path.exists(folder)] == []
