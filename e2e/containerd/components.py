@@ -55,8 +55,8 @@ def _cgroup_mounts(hierarchies: Sequence[Hierarchy]) -> list[str]:
     return lines
 
 
-def network(node: Node) -> str:
-    """The script that prepares the network namespace: one bridge is the network of the machines."""
+def network_of_first(node: Node) -> str:
+    """The script that prepares the network namespace of the first node: its bridge is the network of the machines."""
     return "\n".join(
         [
             "ip link set lo up",
@@ -74,7 +74,32 @@ def network(node: Node) -> str:
     )
 
 
-def containerd(programs: Path, config: Path) -> list[str]:
+def link(name: str, node: Node, pid: int) -> str:
+    """In the network namespace of the first node: a veth pair to the node whose init is `pid`, and its pods' route."""
+    return "\n".join(
+        [
+            f"ip link add {name} type veth peer name eth0 netns {pid}",
+            f"ip link set {name} master nodes0 up",
+            f"ip route replace {node.pod_range} via {node.ip}",
+        ]
+    )
+
+
+def network_of_other(node: Node, first: Node) -> str:
+    """In the network namespace of another node, once it has its end of that pair."""
+    return "\n".join(
+        [
+            "ip link set lo up",
+            f"ip addr add {node.ip}/24 dev eth0",
+            "ip link set eth0 up",
+            f"ip route add default via {API_IP}",
+            f"ip route add {first.pod_range} via {first.ip}",
+            "echo 1 > /proc/sys/net/ipv4/ip_forward",
+        ]
+    )
+
+
+def containerd(programs: Path, config: Path, node: Node) -> list[str]:
     """containerd with runc, the overlay snapshotter and CNI; it writes its configuration into `config`."""
     disabled = ", ".join(json.dumps(plugin) for plugin in UNUSED_PLUGINS)
     settings = f"""version = 3
@@ -91,15 +116,15 @@ disabled_plugins = [{disabled}]
   restrict_oom_score_adj = true  # a machine may lack CAP_SYS_RESOURCE
   [plugins."io.containerd.cri.v1.runtime".cni]
     bin_dirs = ["{programs}"]
-    conf_dir = "{config}/cni"
+    conf_dir = "{config}/cni-{node.name}"
   [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]
     runtime_type = "io.containerd.runc.v2"
     [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc.options]
       BinaryName = "runc"
       SystemdCgroup = false
 """
-    (config / "containerd.toml").write_text(settings)
-    return [str(programs / "containerd"), f"--config={config}/containerd.toml"]
+    (config / f"containerd-{node.name}.toml").write_text(settings)
+    return [str(programs / "containerd"), f"--config={config}/containerd-{node.name}.toml"]
 
 
 def cni(config: Path, node: Node) -> None:
@@ -107,9 +132,10 @@ def cni(config: Path, node: Node) -> None:
     addresses = {"type": "host-local", "ranges": [[{"subnet": node.pod_range}]], "routes": [{"dst": "0.0.0.0/0"}]}
     bridge = {"type": "bridge", "bridge": "pods0", "isGateway": True, "ipMasq": False, "hairpinMode": True}
     plugins = [bridge | {"ipam": addresses}, {"type": "portmap", "capabilities": {"portMappings": True}}]
-    (config / "cni").mkdir(exist_ok=True)
+    folder = config / f"cni-{node.name}"
+    folder.mkdir(exist_ok=True)
     network = {"cniVersion": "1.0.0", "name": "pods", "plugins": plugins}
-    (config / "cni" / "10-pods.conflist").write_text(json.dumps(network))
+    (folder / "10-pods.conflist").write_text(json.dumps(network))
 
 
 def kubelet_changes() -> dict[str, object]:
@@ -144,8 +170,8 @@ def kube_proxy(programs: Path, config: Path, node: Node) -> list[str]:
         "conntrack": untouched,
         "hostnameOverride": node.name,
     }
-    (config / "kube-proxy.yaml").write_text(yaml.safe_dump(settings))
-    return [str(programs / "kube-proxy"), f"--config={config}/kube-proxy.yaml"]
+    (config / f"kube-proxy-{node.name}.yaml").write_text(yaml.safe_dump(settings))
+    return [str(programs / "kube-proxy"), f"--config={config}/kube-proxy-{node.name}.yaml"]
 
 
 def kube_router(programs: Path, config: Path, node: Node) -> list[str]:

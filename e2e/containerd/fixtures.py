@@ -21,17 +21,17 @@ def real_containers() -> None:
 
 @pytest.fixture(scope="session")
 def machine(real_containers: None) -> "Iterator[Machine]":
-    """A real node whose NetworkPolicies are enforced."""
+    """Two real nodes, on which NetworkPolicies are enforced."""
     from e2e.containerd.machine import Machine
 
-    with Machine(policies=True) as machine:
+    with Machine(nodes=2, policies=True) as machine:
         yield machine
         assert not machine.ended, f"{machine.ended} ended during the tests, see {machine.logs}"
 
 
 @pytest.fixture(scope="session")
 def released(machine: "Machine") -> "Slipway":
-    """Slipway on that node, installed from images of a release."""
+    """Slipway on the first of those nodes, installed from images of a release."""
     from e2e.containerd import release
 
     return release.install(machine)

@@ -7,10 +7,11 @@ from typing import Any
 
 from e2e.cluster.paths import CHECKOUT
 from e2e.containerd import archive, images
-from e2e.containerd.machine import Machine
+from e2e.containerd.machine import NAMES, Machine
 from e2e.slipway import GATEWAY, RELEASE_NAMESPACE, Slipway
 from slipway_api import names
 
+NODE = NAMES[0]  # it has the images: each is half a gigabyte
 USER = 1000660000  # as OpenShift assigns them: no image has a name for it
 RUNTIME_IMAGE = "localhost/slipway-e2e/runtime-without-packages:1"
 MODEL_IMAGE, MODEL_FOLDER = "localhost/slipway-e2e/models:1", "models/tiny"  # an image with a model, for image volumes
@@ -24,7 +25,9 @@ SETTINGS = (f"podSecurity.user={USER}", "podSecurity.group=0")
 def install(machine: Machine) -> Slipway:
     """Install the chart as an arbitrary user in a namespace that enforces Pod Security `restricted`."""
     for path in images.ensure().values():
-        machine.import_image(path)
+        machine.import_image(path, NODE)
+    for other in set(NAMES) - {NODE}:  # it has none of the images; pods of the tests name it
+        machine.kubectl("patch", "node", other, "--patch", '{"spec": {"unschedulable": true}}')
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     machine.api("POST", "/api/v1/namespaces", {"metadata": {"name": RELEASE_NAMESPACE, "labels": labels}})
     slipway = Slipway(machine)
@@ -52,9 +55,9 @@ def provide_runtime(machine: Machine) -> None:
     model = "/opt/slipway/models/tiny"
     source = images.ensure(["operator"])["operator"]
     archive.derive(source, path, RUNTIME_IMAGE, ["slipway-runtime"], {model: CHECKOUT / "models" / "tiny"})
-    machine.import_image(path)
+    machine.import_image(path, NODE)
     archive.derive(machine.sandbox_archive, path, MODEL_IMAGE, ["/pod"], {MODEL_FOLDER: CHECKOUT / "models" / "tiny"})
-    machine.import_image(path)
+    machine.import_image(path, NODE)
     path.unlink()
     packages = Path(sys.prefix, "lib", f"python{PYTHON[0]}.{PYTHON[1]}", "site-packages")
     shared = {"accessModes": ["ReadOnlyMany"], "storageClassName": ""}

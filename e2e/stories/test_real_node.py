@@ -29,7 +29,7 @@ import json, signal, sys
 from pathlib import Path
 from e2e.containerd.machine import Machine
 with Machine(folder=Path(sys.argv[1])) as machine:
-    print(json.dumps({"pid": machine.pid, "cgroups": machine.cgroups}), flush=True)
+    print(json.dumps({"pids": machine.pids, "cgroups": machine.cgroups}), flush=True)
     signal.pause()
 """
 ARBITRARY_USER = 1000660000  # as OpenShift assigns them
@@ -48,8 +48,8 @@ def pod(name: str, *args: str, memory: str = "32Mi", **labels: str) -> dict[str,
 def traces(machine: Machine) -> dict[str, list[str]]:
     """What exists on the host only because of this machine."""
     kinds = ("cgroup", "ipc", "mnt", "net", "pid", "uts")
-    namespaces = {os.readlink(f"/proc/{machine.pid}/ns/{kind}") for kind in kinds}
-    return {"namespaces": sorted(namespaces), "cgroups": list(machine.cgroups)}
+    namespaces = {os.readlink(f"/proc/{pid}/ns/{kind}") for pid in machine.pids for kind in kinds}
+    return {"namespaces": sorted(namespaces), "cgroups": machine.cgroups}
 
 
 def host() -> dict[str, Any]:
@@ -114,7 +114,8 @@ def test_a_killed_launcher_leaves_no_process_and_the_next_start_removes_its_cgro
     with subprocess.Popen(command, cwd=CHECKOUT, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         started = json.loads(launcher.stdout.readline())
-        namespaces = [os.readlink(f"/proc/{started['pid']}/ns/{kind}") for kind in ("mnt", "net", "pid")]
+        (pid,) = started["pids"]
+        namespaces = [os.readlink(f"/proc/{pid}/ns/{kind}") for kind in ("mnt", "net", "pid")]
         launcher.send_signal(signal.SIGKILL)
 
     assert wait_for("no process is left", lambda: users_of(namespaces) == [], timeout=20)

@@ -9,7 +9,7 @@ import pytest
 from e2e.cluster.access import CommandError
 from e2e.containerd import images
 from e2e.containerd.components import SANDBOX_IMAGE
-from e2e.containerd.machine import Machine
+from e2e.containerd.machine import NAMES, Machine
 from e2e.containerd.release import USER
 from e2e.manifests import as_yaml
 from e2e.slipway import RELEASE_NAMESPACE, Slipway, wait_for
@@ -95,12 +95,12 @@ def test_a_replica_that_exceeds_its_memory_is_reported_as_killed_for_it(
 # Under enforced NetworkPolicies.
 
 
-def stand_in(name: str, labels: dict[str, str], *ports: int) -> dict[str, Any]:
+def stand_in(name: str, labels: dict[str, str], *ports: int, node: str = NAMES[0]) -> dict[str, Any]:
     """A pod with servers on these ports; with the label of a service, the service's NetworkPolicy applies to it."""
     containers = [
         {"name": f"port-{port}", "image": SANDBOX_IMAGE, "args": ["serve", f":{port}"]} for port in ports
     ] or [{"name": "client", "image": SANDBOX_IMAGE}]
-    spec = {"containers": containers, "terminationGracePeriodSeconds": 1}
+    spec = {"containers": containers, "terminationGracePeriodSeconds": 1, "nodeName": node}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": spec}
 
 
@@ -136,9 +136,13 @@ def gateway_gets(slipway: Slipway, url: str) -> str:
 
 
 @pytest.mark.capability("REL-3", "SE-2")
-def test_strangers_reach_the_gateways_serving_port_and_no_admin_port(machine: Machine, released: Slipway) -> None:
+@pytest.mark.parametrize("node", NAMES)
+def test_strangers_reach_the_gateways_serving_port_and_no_admin_port(
+    machine: Machine, released: Slipway, node: str
+) -> None:
+    """Operator and gateway are on the first node; the stranger calls from the same node, and from the other."""
     namespace = machine.create_namespace("stranger")
-    run(machine, namespace, stand_in("client", {}))
+    run(machine, namespace, stand_in("client", {}, node=node))
     gateway, operator = (ready_pod(released, part).status.pod_ip for part in ("gateway", "operator"))
 
     assert becomes(machine, namespace, f"http://{gateway}:8000/v1/models", True)
@@ -148,17 +152,21 @@ def test_strangers_reach_the_gateways_serving_port_and_no_admin_port(machine: Ma
 
 
 @pytest.mark.capability("REL-3", "SE-2")
+@pytest.mark.parametrize("node", NAMES)
 def test_the_policy_of_a_closed_service_admits_the_gateway_alone(
-    machine: Machine, released: Slipway, apply: Callable[[dict[str, Any]], None]
+    machine: Machine, released: Slipway, apply: Callable[[dict[str, Any]], None], node: str
 ) -> None:
-    """Pods with the service's label stand in for replicas: the policy is the operator's, and the engine is real."""
+    """Pods with the service's label stand in for replicas: the policy is the operator's, and the engine is real.
+
+    Gateway and stranger are on the first node; the stand-ins are on the same node, and on the other.
+    """
     apply(service("closed", HUNGRY_IMAGE, replicas=0, routing={"directAccess": "GatewayOnly"}))
     apply(service("open", HUNGRY_IMAGE, replicas=0))
     namespace = machine.create_namespace("stranger")
     run(machine, namespace, stand_in("client", {}))
     ports = (names.SERVING_PORT, names.ADMIN_PORT)
     addresses = {
-        name: run(machine, "default", stand_in(f"stand-in-{name}", {names.LABEL_SERVICE: name}, *ports))
+        name: run(machine, "default", stand_in(f"stand-in-{name}", {names.LABEL_SERVICE: name}, *ports, node=node))
         for name in ("closed", "open")
     }
 
@@ -166,7 +174,7 @@ def test_the_policy_of_a_closed_service_admits_the_gateway_alone(
     for (name, port), answer in expected.items():
         assert becomes(machine, namespace, f"http://{addresses[name]}:{port}/", answer)
         assert gateway_gets(released, f"http://{addresses[name]}:{port}/") == "200"
-    machine.kubectl("delete", "pod", "-n", "default", "stand-in-closed", "stand-in-open", "--wait=false")
+    machine.kubectl("delete", "pod", "-n", "default", "stand-in-closed", "stand-in-open")
     machine.kubectl("delete", "namespace", namespace, "--wait=false")
 
 
