@@ -16,7 +16,7 @@ ifneq ($(origin KUBECONFIG),command line)
   override KUBECONFIG :=
 endif
 
-.PHONY: help preflight setup cluster-binary demo test test-unit test-fast test-apiserver test-cluster kernels check chart-check images-check format generate e2e e2e-kind chaos bench bench-gpu up down clean
+.PHONY: help preflight setup cluster-binary demo test test-unit test-fast test-apiserver test-cluster kernels check chart-check images-check format generate e2e e2e-containerd e2e-kind chaos bench bench-gpu up down clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -67,6 +67,11 @@ e2e: setup ## all user stories, those of minutes too; with KUBECONFIG=… the fi
 
 chaos: cluster-binary ## every fault under load on the local cluster, as a table (about an hour; ARGS="--only node")
 	OMP_NUM_THREADS=1 $(BIN)/python -m e2e.chaos $(ARGS)
+
+e2e-containerd: setup ## stories of images of a release on a real kubelet, containerd and runc (root; the first time, half an hour)
+	@$(BIN)/python -m e2e.containerd.preflight
+	@$(BIN)/python -m e2e.containerd.images
+	$(PYTEST) -m containers e2e/stories
 
 e2e-kind: setup ## build the images, install the chart with them on a kind cluster, ask one question (KEEP=1 leaves it up)
 	@$(BIN)/python -m e2e.kind $(if $(KEEP),--keep)

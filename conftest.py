@@ -14,15 +14,19 @@ from e2e.cluster.pytest_hooks import (
     pytest_terminal_summary,
     pytest_testnodedown,
 )
+from e2e.containerd.fixtures import machine, real_containers, released
 
 __all__ = [
     "apiserver",
     "cluster",
+    "machine",
     "pytest_collection_finish",
     "pytest_sessionfinish",
     "pytest_sessionstart",
     "pytest_terminal_summary",
     "pytest_testnodedown",
+    "real_containers",
+    "released",
 ]
 
 

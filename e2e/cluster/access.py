@@ -137,6 +137,14 @@ class Access:
             with error:
                 raise ApiError(error.code, _message(error.read())) from None
 
+    def is_ready(self) -> bool:
+        """Whether the API server says that it is ready, which includes the roles of Kubernetes' own parts."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/readyz", timeout=5, context=self._tls) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
     @cached_property
     def _tls(self) -> ssl.SSLContext:
         pki = self.folder / "pki"

@@ -19,11 +19,9 @@ import json
 import os
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -103,7 +101,7 @@ class Cluster(Access):
         self._start_services()
         for name in self.nodes:
             self._start_node_space(name)
-        self._wait_for(self._api_ready, "the API server", limit=120)
+        self._wait_for(self.is_ready, "the API server", limit=120)
         if not self._light:
             self.start_controllers()
             scheduler = components.scheduler(self._binary, self._config, emulated_version=self._emulated_version)
@@ -159,7 +157,7 @@ class Cluster(Access):
         )  # fmt: skip
         self._start("cluster", "kube-apiserver", argv)
         if wait:
-            self._wait_for(self._api_ready, "the API server", limit=60)
+            self._wait_for(self.is_ready, "the API server", limit=60)
 
     def stop_etcd(self, how: int = signal.SIGKILL) -> None:
         """etcd is away; what it holds stays in the memory of the cluster's /var/lib."""
@@ -168,7 +166,7 @@ class Cluster(Access):
     def start_etcd(self) -> None:
         """etcd is back; return when the API server is ready again."""
         self._start("cluster", "etcd", components.etcd(self._binary, self._pki))
-        self._wait_for(self._api_ready, "the API server", limit=120)
+        self._wait_for(self.is_ready, "the API server", limit=120)
 
     def signal_program(self, name: str, how: int) -> None:
         """Signal a component, such as "kube-apiserver": SIGSTOP makes it hang, SIGCONT lets it go on."""
@@ -326,14 +324,6 @@ class Cluster(Access):
                 reason = f"{', '.join(self.ended)} ended" if self.ended else f"not within {limit:.0f} s"
                 raise RuntimeError(f"{what} is not ready: {reason}; see {self.logs}")
             time.sleep(0.05)
-
-    def _api_ready(self) -> bool:
-        trust = ssl.create_default_context(cafile=str(self._pki / "ca.crt"))
-        try:
-            with urllib.request.urlopen(f"{self.url}/readyz", context=trust, timeout=5) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
 
     def _nodes_ready(self) -> bool:
         found = {node["metadata"]["name"]: node["status"] for node in self.api("GET", "/api/v1/nodes")["items"]}

@@ -15,6 +15,7 @@ import pytest
 from e2e.cluster.paths import cache_folder
 
 NEEDING = {"apiserver", "cluster"}  # fixtures that need the binary
+NEEDING_CONTAINERS = {"real_containers"}  # a fixture that skips its tests where the machine cannot run containers
 COMPANIONS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # end with the interpreter
 _before = pytest.StashKey[set[int]]()
 _left = pytest.StashKey[list[str]]()
@@ -28,17 +29,23 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Build what the selected tests need; exit with one sentence where the machine cannot."""
-    needing = {item.nodeid for item in session.items if NEEDING & set(getattr(item, "fixturenames", ()))}
-    session.config.stash[_needing] = needing
-    if not needing or session.config.option.collectonly:
+    fixtures = {item.nodeid: set(getattr(item, "fixturenames", ())) for item in session.items}
+    needing = {nodeid for nodeid, names in fixtures.items() if NEEDING & names}
+    containers = {nodeid for nodeid, names in fixtures.items() if NEEDING_CONTAINERS & names}
+    session.config.stash[_needing] = needing | containers
+    if not needing | containers or session.config.option.collectonly:
         return
     from e2e.cluster import build, preflight
+    from e2e.containerd import build as containerd
 
     capture = session.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
         try:
-            preflight.require()
-            build.ensure()
+            if needing:
+                preflight.require()
+                build.ensure()
+            if containers:
+                containerd.ensure_all()
         except SystemExit as missing:
             pytest.exit(str(missing), returncode=pytest.ExitCode.USAGE_ERROR)
 

@@ -1,6 +1,6 @@
 """The init process of a space: creates the namespaces, and keeps them until the process that started it ends.
 
-    python -S -m e2e.cluster.space_init SPEC        SPEC: {"fd", "users", "covers", "keeps", "setup"} as JSON
+    python -S -m e2e.cluster.space_init SPEC        SPEC: {"fd", "users", "covers", "keeps", "setup", "cgroups"} as JSON
 
 `namespaces.Space` starts it and says what the fields mean. It imports little: it is
 started before anything else is, and stays.
@@ -18,7 +18,7 @@ from e2e.cluster import syscalls
 FIRST_ID, IDS = 100000, 65536  # the host ids that the cluster's 0 to 65535 are
 
 
-def main(fd: int, users: bool, covers: dict[str, int], keeps: list[str], setup: str) -> None:
+def main(fd: int, users: bool, covers: dict[str, int], keeps: list[str], setup: str, cgroups: list[list[str]]) -> None:
     lifeline = socket.socket(fileno=fd)
     syscalls.unshare(syscalls.CLONE_NEWNS)
     syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
@@ -33,6 +33,11 @@ def main(fd: int, users: bool, covers: dict[str, int], keeps: list[str], setup: 
         os.setresgid(0, 0, 0)
         os.setresuid(0, 0, 0)
         os.setgroups([])
+    elif cgroups:
+        roots, processes = cgroups
+        _join(roots)  # the cgroup namespace shows these as its roots
+        syscalls.unshare(namespaces | syscalls.CLONE_NEWCGROUP | syscalls.CLONE_NEWIPC)
+        _join(processes)
     else:
         syscalls.unshare(namespaces)
     init = os.fork()
@@ -44,6 +49,12 @@ def main(fd: int, users: bool, covers: dict[str, int], keeps: list[str], setup: 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans are reaped by the kernel
     lifeline.send(b"i")
     lifeline.recv(1)  # no byte is ever sent: this returns when the parent process has ended
+
+
+def _join(cgroups: list[str]) -> None:
+    for folder in cgroups:
+        with open(f"{folder}/cgroup.procs", "w") as file:
+            file.write("0")  # the writer
 
 
 def _cover(path: str, mode: int, keeps: list[str], owner: int) -> None:
