@@ -1,8 +1,8 @@
 """Ends the process when kopf does not end: a task of kopf may swallow the cancellation that should end it.
 
 kopf watches each kind in a task. If one fails (the CRD was deleted: 404), kopf cancels the others and waits for them
-without a limit. A watch that is being opened at that moment takes the cancellation for the end of its stream, and goes
-on. The process then lives without a Lease, its probes are fine, and nobody leads.
+without a limit. A watch that is being opened at that moment takes the cancellation for a pause of kopf, and continues.
+The process then lives without a Lease, its probes are fine, and nobody leads.
 """
 
 import asyncio

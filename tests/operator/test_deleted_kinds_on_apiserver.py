@@ -16,7 +16,7 @@ from tests.operator.test_on_apiserver import CHECKOUT, SERVICE, Operator, Stage,
 __all__ = ["installed"]
 pytestmark = pytest.mark.apiserver
 
-TRIES = 3
+TRIES = 2
 ADAPTER = """
 apiVersion: slipway.dev/v1alpha1
 kind: LoRAAdapter
