@@ -116,7 +116,7 @@ class Adapters:
         answer = await self._engine.get(models.path, seconds=self._dialect.probe.timeout_seconds)
         entries = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(entries, list) or len(entries) > 2 * MOST_NAMES:
-            raise EngineUnreadable(f"GET {models.path}: the answer is no list of models")
+            raise EngineUnreadable(f"GET {models.path}: the answer is not a list of models")
         model: Mapping[str, Any] = {}
         adapters: dict[str, str] = {}
         for entry in entries:
@@ -272,9 +272,7 @@ class Adapters:
             rule = "letters, digits, '.', '_' and '-', begins with a letter or digit, and has no '..' in it"
             raise Refusal(400, f"an adapter's name is made of {rule}", reason=AdapterReason.ENGINE_REJECTED)
         if asked.digest:
-            sentence = (
-                f"its digest cannot be checked, because {self._dialect.engine} reads it by itself: name none"
-            )
+            sentence = f"its digest cannot be checked, because {self._dialect.engine} reads it by itself: name none"
             raise Refusal(400, sentence, reason=AdapterReason.ENGINE_REJECTED)
         if asked.pinned and not self._calls.load.pinned_field:
             sentence = f"{self._dialect.engine} pins no adapters: leave the pin out"

@@ -8,7 +8,9 @@ import yaml
 from e2e.cluster import build
 from release import chart
 
-DIGESTS = {part: f"sha256:{number:064x}" for number, part in enumerate(("operator", "gateway", "agent", "runtime"), start=1)}
+DIGESTS = {
+    part: f"sha256:{number:064x}" for number, part in enumerate(("operator", "gateway", "agent", "runtime"), start=1)
+}
 VALUES = (chart.CHART / "values.yaml").read_text()
 
 
