@@ -17,8 +17,9 @@ import yaml
 from slipway_api import adapter_conditions, warm_pool_conditions
 from slipway_api.conditions import PENDING
 from slipway_api.dialect import BUILT_IN
-from slipway_api.engine import Engine
+from slipway_api.engine import Engine, EngineSpec
 from slipway_api.engine_fields import SLIPWAY, template_section
+from slipway_api.engine_matrix import matrix_section
 from slipway_api.inference_service import InferenceService
 from slipway_api.lora_adapter import LoRAAdapter
 from slipway_api.names import GROUP, VERSION
@@ -187,7 +188,7 @@ def _to_yaml(crd: Schema) -> str:
 def generated_files() -> dict[str, str]:
     """Every generated file: path below the repository's root -> content."""
     return {
-        **_files_of(engine_crd(), "docs/api-engine.md", template_section()),
+        **_files_of(engine_crd(), "docs/api-engine.md", f"{template_section()}\n{_matrix()}"),
         **_files_of(inference_service_crd(), "docs/api.md", vocabulary_section()),
         **_files_of(lora_adapter_crd(), "docs/api-lora-adapter.md", adapter_conditions.vocabulary_section()),
         **_files_of(warm_pool_crd(), "docs/api-warm-pool.md", warm_pool_conditions.vocabulary_section()),
@@ -201,6 +202,11 @@ def engine_manifest(name: str) -> dict[str, Any]:
     if name in BUILT_IN:
         spec["dialect"] = json.loads((resources.files("slipway_api") / "dialects" / f"{name}.json").read_text())
     return {"apiVersion": f"{GROUP}/{VERSION}", "kind": Engine.KIND, "metadata": {"name": name}, "spec": spec}
+
+
+def _matrix() -> str:
+    """What the Engines of the chart make of each field; slipway takes all."""
+    return matrix_section({name: EngineSpec.model_validate(engine_manifest(name)["spec"]) for name in BUILT_IN})
 
 
 def _engines_of_chart() -> dict[str, str]:

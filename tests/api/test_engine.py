@@ -4,8 +4,9 @@ import pytest
 from pydantic import ValidationError
 
 from slipway_api.crd import engine_crd, engine_manifest
-from slipway_api.engine import Engine, EngineSpec, Policy, entries, names_in, render
-from slipway_api.engine_fields import ALIASES, FIELDS, VARIABLES, field_of, field_texts, is_set
+from slipway_api.engine import Engine, EngineSpec, Policy, render
+from slipway_api.engine_fields import ALIASES, FIELDS, VARIABLES, field_texts, is_set
+from slipway_api.engine_matrix import handled_fields, matrix_section
 from slipway_api.inference_service import InferenceServiceSpec
 
 pytestmark = pytest.mark.capability("OP-11")
@@ -87,10 +88,7 @@ def test_every_field_can_be_set_and_has_a_text():
 @pytest.mark.parametrize("name", CHART)
 def test_an_engine_of_the_chart_says_of_each_field_what_becomes_of_it(name):
     spec = Engine.model_validate(engine_manifest(name)).spec
-    texts = [*spec.command, *(text for _, of_entry in entries(spec) for text in of_entry)]
-    handled = {field_of(one) for text in texts for one in names_in(text)} | {
-        entry.field for entry, _ in entries(spec) if entry.field
-    }
+    handled = handled_fields(spec)
     listed = {one.name for one in spec.fields}
 
     assert set(FIELDS) - handled == listed, "a field is in a template or in the list, and not in both"
@@ -127,3 +125,16 @@ def test_the_crd_explains_every_field_and_is_of_the_cluster():
 def test_names_are_not_ambiguous():
     assert not set(FIELDS) & set(VARIABLES)
     assert all(field in FIELDS for field, _ in ALIASES.values())
+
+
+def test_the_table_says_what_the_refusals_say():
+    spec = EngineSpec.model_validate(engine_manifest("sglang")["spec"])
+
+    lines = matrix_section({"sglang": spec}).splitlines()
+    rows = {line.split("`")[1]: line for line in lines if line.startswith("| `")}
+
+    assert set(rows) == set(FIELDS)
+    assert "yes: the default, `fp8`" in rows["runtime.quantization"]
+    assert "ignored: requests have to name them" in rows["model.samplingDefaults"]
+    assert rows["runtime.maxModelLen"].endswith("| yes |")
+    assert "refused: set --page-size" in rows["runtime.blockSize"]

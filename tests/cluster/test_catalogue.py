@@ -13,7 +13,7 @@ VENV = Path("/somewhere/venv")
 
 @pytest.fixture
 def catalogue() -> Catalogue:
-    environment = Environment(CHECKOUT, VENV / "bin" / "python", (VENV, Path("/usr")))
+    environment = Environment(CHECKOUT, VENV / "bin" / "python", (VENV, Path("/usr")), Path("/somewhere/cache"))
     return Catalogue.load(HERE / "images.yaml", environment)
 
 

@@ -19,8 +19,9 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from slipway_api.conditions import ConditionStatus, Reason
-from slipway_api.engine import Condition, EngineSpec, Policy, entries, names_in
-from slipway_api.engine_fields import FIELDS, SLIPWAY, field_of, field_texts, is_set
+from slipway_api.engine import Condition, EngineSpec, Policy, entries
+from slipway_api.engine_fields import FIELDS, SLIPWAY, field_texts, is_set
+from slipway_api.engine_matrix import handled_fields
 from slipway_api.inference_service import DirectAccess, InferenceServiceSpec
 from slipway_api.types import Struct
 
@@ -180,14 +181,6 @@ def _unhandled(spec: InferenceServiceSpec, engine: PinnedEngine) -> list[tuple[s
         policy = policies.get(name)
         found.append((name, policy.policy, policy.why) if policy is not None else (name, Policy.REFUSE, ""))
     return found
-
-
-def handled_fields(spec: EngineSpec) -> frozenset[str]:
-    """The fields that a template of the engine takes."""
-    texts = [*spec.command, *(text for _, of_entry in entries(spec) for text in of_entry)]
-    named = {field_of(name) for text in texts for name in names_in(text)}
-    named |= {entry.field for entry, _ in entries(spec) if entry.field is not None}
-    return frozenset(name for name in named if name is not None)
 
 
 def _applies(entry: Condition, spec: InferenceServiceSpec) -> bool:
