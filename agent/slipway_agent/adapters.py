@@ -116,7 +116,7 @@ class Adapters:
         answer = await self._engine.get(models.path, seconds=self._dialect.probe.timeout_seconds)
         entries = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(entries, list) or len(entries) > 2 * MOST_NAMES:
-            raise EngineUnreadable(f"GET {models.path}: the answer is no list of models")
+            raise EngineUnreadable(f"GET {models.path}: the answer is not a list of models")
         model: Mapping[str, Any] = {}
         adapters: dict[str, str] = {}
         for entry in entries:

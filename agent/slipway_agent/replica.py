@@ -283,7 +283,7 @@ class Replica:
         return Count(running, now.waiting)
 
     async def drain(self, *, refuse_after_seconds: float = 0.0, reason: str = "") -> DrainStatus:
-        """Become unready at once; the progress. Idempotent. Raises Refusal 503 where nothing can be counted.
+        """Become unready immediately; the progress. Idempotent. Raises Refusal 503 where nothing can be counted.
 
         Routers send requests for `refuse_after_seconds` more: before that, no drain is over.
         """
@@ -374,7 +374,7 @@ class Replica:
             raise unavailable(error) from None
         if held := count.running + count.waiting:
             raise Refusal(409, f"the engine has requests ({held}): drain first, or wait")
-        self._asleep = level  # first, so that no router sends a request meanwhile
+        self._asleep = level  # first, so that no router sends a request while it falls asleep
         query = f"{calls.level_parameter}={level}"
         await self._call_for_sleep(calls.sleep_path, query, calls)
 
@@ -433,5 +433,5 @@ class Replica:
 def _number(answer: Any, field: str, path: str) -> int:
     value = answer.get(field) if isinstance(answer, dict) else None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
-        raise EngineUnreadable(f"GET {path}: {field} is no number of requests")
+        raise EngineUnreadable(f"GET {path}: {field} is not a number of requests")
     return value

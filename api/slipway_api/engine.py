@@ -28,7 +28,7 @@ TemplateText = Annotated[str, Field(pattern=TEMPLATE_PATTERN, max_length=1024)]
 
 def _known(name: str) -> str:
     if name not in FIELDS:
-        raise ValueError(f"{name} is no field of an InferenceService that an engine may have a flag for")
+        raise ValueError(f"{name} is not a field of an InferenceService that an engine may have a flag for")
     return name
 
 

@@ -42,6 +42,7 @@ class StandIn:
     adapters: dict[str, str] = field(default_factory=dict)
     asleep: bool = False
     calls: list[tuple[str, str]] = field(default_factory=list)
+    loaded: list[dict[str, Any]] = field(default_factory=list)  # the bodies of the loads
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._faulty])
@@ -50,8 +51,9 @@ class StandIn:
         app.router.add_get("/load", self._load)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._complete)
-        app.router.add_post("/v1/load_lora_adapter", self._load_adapter)
-        app.router.add_post("/v1/unload_lora_adapter", self._unload_adapter)
+        for prefix in ("/v1", ""):  # SGLang's have no version in their path
+            app.router.add_post(f"{prefix}/load_lora_adapter", self._load_adapter)
+            app.router.add_post(f"{prefix}/unload_lora_adapter", self._unload_adapter)
         if self.has_sleep:
             app.router.add_get("/is_sleeping", self._is_sleeping)
             app.router.add_post("/sleep", self._sleep)
@@ -134,6 +136,7 @@ class StandIn:
 
     async def _load_adapter(self, request: web.Request) -> web.Response:
         asked = await request.json()
+        self.loaded.append(asked)
         name, path = asked["lora_name"], asked["lora_path"]
         await asyncio.sleep(self.load_seconds)
         if name in self.adapters and not asked.get("load_inplace"):

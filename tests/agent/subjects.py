@@ -24,7 +24,7 @@ from tests.runtime.processes import serving
 
 MODELS = Path(__file__).parents[2] / "models"
 SAILOR = f"file://{MODELS / 'adapters' / 'sailor'}"
-VLLM_START_SECONDS = 420  # about a minute alone, several beside other load
+VLLM_START_SECONDS = 600  # about a minute alone, several beside other load
 
 
 @dataclass

@@ -357,6 +357,21 @@ async def test_another_content_takes_the_name_over_in_place_and_a_failure_leaves
         assert (info.state, info.uri) == ("host", f"file://{tmp_path}/b")
 
 
+async def test_an_engine_that_pins_and_cannot_replace_is_told_so_and_unloads_the_old_content_first(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    spoken = dialect(adapters=built_in("sglang").to_json()["adapters"])
+    async with listening(StandIn()) as engine, beside(engine.url, spoken) as one:
+        await one.probed()
+        await one.adapters.load(asked(uri=f"file://{tmp_path}/a"))
+        info, _ = await one.adapters.load(asked(uri=f"file://{tmp_path}/a", pinned=True))
+        assert info.pinned
+        await one.adapters.load(asked(uri=f"file://{tmp_path}/b", pinned=True))
+        a, b = {"lora_name": "one", "lora_path": f"{tmp_path}/a"}, {"lora_name": "one", "lora_path": f"{tmp_path}/b"}
+        assert engine.loaded == [a, a | {"pinned": True}, b | {"pinned": True}]
+        assert engine.calls.count(("POST", "/unload_lora_adapter")) == 2
+
+
 async def test_the_same_address_is_not_loaded_again_because_the_engine_keeps_cached_blocks_of_it(tmp_path):
     async with listening(StandIn()) as engine, beside(engine.url) as one:
         await one.probed()
