@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV_VERSION := 0.13.9
 # The folders whose tests start no engine.
-FAST_TESTS := $(addprefix tests/,api kube operator gateway cli docs gitops runtime/scheduling runtime/storage)
+FAST_TESTS := $(addprefix tests/,api kube operator gateway agent/test_page.py agent/test_faults.py cli docs gitops runtime/scheduling runtime/storage)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=25 --durations-min=5
 
 # Given as an argument (`make e2e KUBECONFIG=…`), never taken from the environment.
@@ -58,8 +58,9 @@ test-fast: setup ## lint, and the tests of pure code in a few minutes: a first v
 test-apiserver: chart-check ## the chart, and tests against the real kube-apiserver
 	$(PYTEST) -n 2 --dist loadfile -m apiserver tests --ignore=tests/runtime --ignore=tests/bench
 
-test-cluster: cluster-binary ## the local cluster's own tests and the short user stories
+test-cluster: cluster-binary ## the local cluster's own tests, the short user stories, and vLLM where it is cached
 	$(PYTEST) -m 'cluster and not full' tests/cluster e2e/stories
+	$(PYTEST) tests/agent/test_conformance.py -k vllm
 
 e2e: setup ## all user stories, those of minutes too; with KUBECONFIG=… the first one on that cluster
 	@$(if $(KUBECONFIG),$(BIN)/python -m e2e.foreign --kubeconfig $(KUBECONFIG),$(MAKE) --no-print-directory cluster-binary && $(PYTEST) -m cluster e2e/stories)

@@ -13,6 +13,7 @@ from e2e.ledger import Ledger, find_losses
 from e2e.slipway import RELEASE_NAMESPACE, USER_NAMESPACE, Slipway, wait_for
 from slipway_api import names
 
+TTL = "node.alpha.kubernetes.io/ttl"  # an annotation that Kubernetes keeps on every node
 STORY = "Tell me a story about a red fox and a lamp."
 
 
@@ -142,8 +143,39 @@ def mend(cluster: Cluster, slipway: Slipway) -> None:
             cluster.start_node(node)
         slipway.access.kubectl("uncordon", node)
     cluster.wait_for_nodes(limit=120)
+    wait_for_controllers(slipway)
     for part in ("operator", "gateway"):
         wait_for(f"every {part} is up", lambda part=part: deployment_is_up(slipway, f"slipway-{part}"), timeout=180)  # type: ignore[misc]
+    wait_for("the gateway's endpoints are the ready pods", lambda: gateway_has_endpoints(slipway), timeout=180)
+
+
+def wait_for_controllers(slipway: Slipway) -> None:
+    """Return when Kubernetes' controllers see the world as it is now.
+
+    After an outage their watches pause for up to a minute. Until then statuses are those from before it, and a node
+    that renewed its lease long ago may still be taken for lost, with all its pods unready. The controller of TTLs
+    restores its annotation when it sees the change of a node, and it shares its watch with the one that judges nodes.
+    """
+    for node in slipway.core.list_node().items:
+        name = node.metadata.name
+        slipway.core.patch_node(name, {"metadata": {"annotations": {TTL: None}}})
+        wait_for(
+            f"the controllers see {name}",
+            lambda name=name: TTL in slipway.core.read_node(name).metadata.annotations,  # type: ignore[misc]
+            timeout=180,
+        )
+
+
+def gateway_has_endpoints(slipway: Slipway) -> bool:
+    """Whether the gateway's Service leads to every pod of its Deployment; else raises, naming its endpoints."""
+    wanted = slipway.apps.read_namespaced_deployment("slipway-gateway", RELEASE_NAMESPACE).spec.replicas
+    slices = client.DiscoveryV1Api(slipway.core.api_client).list_namespaced_endpoint_slice(
+        RELEASE_NAMESPACE, label_selector="kubernetes.io/service-name=slipway-gateway"
+    )
+    endpoints = [(e.target_ref.name, e.conditions.ready) for one in slices.items for e in one.endpoints or []]
+    if sum(is_ready for _, is_ready in endpoints) != wanted:
+        raise AssertionError(f"{wanted} gateways, and these endpoints: {endpoints}")
+    return True
 
 
 def deployment_is_up(slipway: Slipway, name: str) -> bool:

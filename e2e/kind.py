@@ -36,7 +36,7 @@ class Step:
 
 def images(tag: str = TAG) -> tuple[str, ...]:
     """The images that the bake group `kind` builds."""
-    return (f"slipway/operator:{tag}", f"slipway/gateway:{tag}", f"slipway/runtime:{tag}-cpu")
+    return (f"slipway/operator:{tag}", f"slipway/gateway:{tag}", f"slipway/agent:{tag}", f"slipway/runtime:{tag}-cpu")
 
 
 def steps(kubeconfig: Path, tag: str = TAG) -> tuple[Step, ...]:

@@ -19,7 +19,8 @@ from typing import Any, Final
 from aiohttp import ClientSession, ClientTimeout, web
 
 from bench.servers import a_runtime
-from e2e.stories.test_agent_programs import PROGRAM_SECONDS, PROGRAMS, loopback_only
+from e2e.scripted_server import loopback_only
+from e2e.stories.test_agent_programs import PROGRAM_SECONDS, PROGRAMS
 from tests.scripted_model import write_checkpoint
 
 FOLDER: Final = Path(__file__).parents[1] / "tests" / "runtime" / "server" / "recorded"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds every image with buildah, then starts each as a pod would: as user 65532, with its own entrypoint.
 #
-#   images/check.sh [TARGET...]        default: all, operator gateway runtime-cpu runtime
+#   images/check.sh [TARGET...]        default: all, operator gateway agent runtime-cpu runtime
 #
 # BASE          the base image; empty: a Debian that debootstrap makes, for machines without a registry
 # TORCH_INDEX   where runtime-cpu takes torch from; empty: the usual index, whose torch is some GB larger
@@ -100,7 +100,7 @@ build_and_start() { # TARGET: every command's output goes to the log, which is s
   fi
 }
 
-[ $# -gt 0 ] || set -- operator gateway runtime-cpu runtime
+[ $# -gt 0 ] || set -- operator gateway agent runtime-cpu runtime
 failed=()
 for target in "$@"; do
   echo "==> $target"

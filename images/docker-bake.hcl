@@ -1,8 +1,8 @@
-# docker buildx bake -f images/docker-bake.hcl            operator, gateway and the runtime for GPUs
+# docker buildx bake -f images/docker-bake.hcl            operator, gateway, agent and the runtime for GPUs
 # docker buildx bake -f images/docker-bake.hcl kind       the same, with the small runtime for CPUs
 
 variable "REGISTRY" {
-  default = "slipway" # the chart's values name slipway/operator, slipway/gateway and slipway/runtime
+  default = "slipway" # the chart's values name slipway/operator, slipway/gateway, slipway/agent and slipway/runtime
 }
 
 variable "TAG" {
@@ -14,15 +14,15 @@ variable "BASE" {
 }
 
 group "default" {
-  targets = ["operator", "gateway", "runtime"]
+  targets = ["operator", "gateway", "agent", "runtime"]
 }
 
 group "kind" {
-  targets = ["operator", "gateway", "runtime-cpu"]
+  targets = ["operator", "gateway", "agent", "runtime-cpu"]
 }
 
 group "all" {
-  targets = ["operator", "gateway", "runtime", "runtime-cpu"]
+  targets = ["operator", "gateway", "agent", "runtime", "runtime-cpu"]
 }
 
 target "common" {
@@ -47,6 +47,12 @@ target "gateway" {
   inherits = ["common"]
   target   = "gateway"
   tags     = ["${REGISTRY}/gateway:${TAG}"]
+}
+
+target "agent" {
+  inherits = ["common"]
+  target   = "agent"
+  tags     = ["${REGISTRY}/agent:${TAG}"]
 }
 
 # It runs on CPUs too; it is only larger.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts one image with docker as a pod would, and fails if it does not start: images/start.sh TARGET IMAGE
 #
-# Operator and gateway import everything before they print their help. A runtime serves the embedded model.
+# Operator, gateway and agent import everything before they print their help. A runtime serves the embedded model.
 set -euo pipefail
 
 target=$1 image=$2

@@ -3,7 +3,7 @@
     python -m release notes 0.1.0                      its section of CHANGELOG.md
     python -m release files 0.1.0 --registry ghcr.io/OWNER --repository OWNER/NAME --digests digests.json --out dist
 
-`digests.json` has the digest of each image by its part: `{"operator": "sha256:…", "gateway": …, "runtime": …}`.
+`digests.json` has the digest of each image by its part: `{"operator": "sha256:…", "gateway": …, "agent": …, "runtime": …}`.
 """
 
 import argparse

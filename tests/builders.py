@@ -34,7 +34,7 @@ from slipway_operator.core.service.rollout.revision import Revision, create_revi
 T0 = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 IMAGE = "slipway/runtime:test"
 UID = "uid-of-chat"
-DEFAULTS = Defaults(runtime_image=IMAGE, gateway_url="http://gateway:8000")
+DEFAULTS = Defaults(runtime_image=IMAGE, gateway_url="http://gateway:8000", agent_image="slipway/agent:test")
 
 
 def seconds(count: float) -> timedelta:

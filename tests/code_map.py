@@ -16,6 +16,7 @@ ROOT_FOLDERS = (
     "operator/slipway_operator",
     "operator/slipway_cli",
     "gateway/slipway_gateway",
+    "agent/slipway_agent",
     "runtime/slipway_runtime",
     "e2e",
     "bench",

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("gateway/slipway_gateway", "operator/slipway_operator", "operator/slipway_cli", "kube/slipway_kube")
+PARTS = (
+    "gateway/slipway_gateway",
+    "agent/slipway_agent",
+    "operator/slipway_operator",
+    "operator/slipway_cli",
+    "kube/slipway_kube",
+)
 WHOLE = {"read", "text", "json", "aread", "readlines", "form", "post"}  # without arguments: to the end
 
 

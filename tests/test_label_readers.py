@@ -9,7 +9,13 @@ from slipway_api import names
 
 ROOT = Path(__file__).parent.parent
 PARTS = (
-    *("api/slipway_api", "kube/slipway_kube", "gateway/slipway_gateway", "runtime/slipway_runtime"),
+    *(
+        "api/slipway_api",
+        "kube/slipway_kube",
+        "gateway/slipway_gateway",
+        "runtime/slipway_runtime",
+        "agent/slipway_agent",
+    ),
     *("operator/slipway_operator", "operator/slipway_cli"),
 )
 READER = "api/slipway_api/pod_labels.py"

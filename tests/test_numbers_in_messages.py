@@ -1,7 +1,7 @@
 """Law: a number and its noun agree in every message, for 0, 1 and 2; review/shipping.md 38.
 
-Every f-string of operator and gateway is examined: a value in front of a plural noun, or a verb behind a counted noun,
-would be wrong for 1. `count` has singular and plural side by side.
+Every f-string of operator, gateway and agent is examined: a value in front of a plural noun, or a verb behind a counted
+noun, would be wrong for 1. `count` has singular and plural side by side.
 """
 
 import ast
@@ -13,7 +13,12 @@ import pytest
 
 from slipway_operator.core.words import count
 
-PACKAGES = [Path("operator/slipway_operator"), Path("operator/slipway_cli"), Path("gateway/slipway_gateway")]
+PACKAGES = [
+    Path("operator/slipway_operator"),
+    Path("operator/slipway_cli"),
+    Path("gateway/slipway_gateway"),
+    Path("agent/slipway_agent"),
+]
 ROOT = Path(__file__).parent.parent
 PLURALS = (
     "replicas|pods|adapters|requests|nodes|times|GPUs|slots|prompts|tokens|revisions|calls|gateways|services|models|"

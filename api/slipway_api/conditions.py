@@ -24,11 +24,13 @@ class ConditionType(StrEnum):
     SCALING_ACTIVE = "ScalingActive"
     SUSPENDED = "Suspended"
     CANARY_HEALTHY = "CanaryHealthy"
+    ROLLOUT_HEALTHY = "RolloutHealthy"
     ADAPTERS_READY = "AdaptersReady"
     WITHIN_SLO = "WithinSLO"
     MODEL_CACHED = "ModelCached"
     GATEWAY_ONLY = "GatewayOnly"
     OUTPUT_VALID = "OutputValid"
+    ENGINE_FIELDS_HONOURED = "EngineFieldsHonoured"
 
 
 class ConditionStatus(StrEnum):
@@ -52,6 +54,7 @@ class Reason(StrEnum):
     IMAGE_PULL_FAILED = "ImagePullFailed"
     MODEL_NOT_FOUND = "ModelNotFound"
     CREDENTIALS_INVALID = "CredentialsInvalid"
+    POOL_NOT_FOUND = "PoolNotFound"
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
     QUOTA_EXCEEDED = "QuotaExceeded"
     REVISION_MISSING = "RevisionMissing"
@@ -61,6 +64,7 @@ class Reason(StrEnum):
     MOUNT_FAILED = "MountFailed"
     HUB_UNREACHABLE = "HubUnreachable"
     CRASH_LOOPING = "CrashLooping"
+    ENGINE_NOT_FOUND = "EngineNotFound"
     # Ready=True, and WorkloadAvailable
     AVAILABLE = "Available"
     DEGRADED = "Degraded"  # below desired, but serving
@@ -92,7 +96,7 @@ class Reason(StrEnum):
     LIMITED_BY_MAX = "LimitedByMax"
     LIMITED_BY_BUDGET = "LimitedByBudget"
     LIMITED_BY_CAPACITY = "LimitedByCapacity"
-    # CanaryHealthy
+    # CanaryHealthy with strategy Canary, RolloutHealthy with any other
     ANALYZING = "Analyzing"
     PASSED = "Passed"
     FAILED = "Failed"
@@ -101,6 +105,7 @@ class Reason(StrEnum):
     # AdaptersReady
     ADAPTERS_LOADED = "AdaptersLoaded"
     ADAPTERS_MISSING = "AdaptersMissing"
+    ADAPTERS_FAILED = "AdaptersFailed"
     # WithinSLO
     WITHIN_LIMITS = "WithinLimits"
     LIMIT_EXCEEDED = "LimitExceeded"
@@ -115,6 +120,8 @@ class Reason(StrEnum):
     OPEN_TO_DIRECT_CALLERS = "OpenToDirectCallers"
     # OutputValid
     INVALID_LOGITS = "InvalidLogits"
+    # EngineFieldsHonoured
+    ENGINE_IGNORES = "EngineIgnores"
 
 
 class EventReason(StrEnum):
@@ -131,6 +138,8 @@ class EventReason(StrEnum):
     ROLLOUT_STARTED = "RolloutStarted"
     CANARY_STEP_COMPLETED = "CanaryStepCompleted"
     CANARY_PROMOTED = "CanaryPromoted"
+    GATES_PASSED = "GatesPassed"
+    ROLLOUT_PROMOTED = "RolloutPromoted"
     ROLLOUT_COMPLETED = "RolloutCompleted"
     SUSPENDED = "Suspended"
     RESUMED = "Resumed"
@@ -143,6 +152,7 @@ class EventReason(StrEnum):
     IMAGE_PULL_FAILED = "ImagePullFailed"
     MODEL_NOT_FOUND = "ModelNotFound"
     CREDENTIALS_INVALID = "CredentialsInvalid"
+    POOL_NOT_FOUND = "PoolNotFound"
     INTERNAL_ERROR = "InternalError"
     REVISION_MISSING = "RevisionMissing"
     QUOTA_EXCEEDED = "QuotaExceeded"
@@ -151,6 +161,7 @@ class EventReason(StrEnum):
     MOUNT_FAILED = "MountFailed"
     HUB_UNREACHABLE = "HubUnreachable"
     CRASH_LOOPING = "CrashLooping"
+    ENGINE_NOT_FOUND = "EngineNotFound"
     NO_GATEWAY = "NoGateway"
     METRICS_STALE = "MetricsStale"
     KEY_REFUSED = "KeyRefused"
@@ -161,6 +172,7 @@ class EventReason(StrEnum):
     MODEL_DOWNLOAD_FAILED = "ModelDownloadFailed"
     REPLICA_UNHEALTHY = "ReplicaUnhealthy"
     INVALID_LOGITS = "InvalidLogits"
+    ADAPTERS_FAILED = "AdaptersFailed"
     REPLICA_REPLACED = "ReplicaReplaced"
     LABELS_RESTORED = "LabelsRestored"
     CHILD_RESTORED = "ChildRestored"
@@ -174,6 +186,7 @@ class EventReason(StrEnum):
     CANARY_ANALYSIS_FAILED = "CanaryAnalysisFailed"
     CANARY_INCONCLUSIVE = "CanaryInconclusive"
     CANARY_ROLLED_BACK = "CanaryRolledBack"
+    ROLLOUT_ROLLED_BACK = "RolloutRolledBack"
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
     SLO_EXCEEDED = "SLOExceeded"
     ERROR_BUDGET_BURNING = "ErrorBudgetBurning"
@@ -199,6 +212,8 @@ _NORMAL_EVENTS = frozenset(
         EventReason.ROLLOUT_STARTED,
         EventReason.CANARY_STEP_COMPLETED,
         EventReason.CANARY_PROMOTED,
+        EventReason.GATES_PASSED,
+        EventReason.ROLLOUT_PROMOTED,
         EventReason.CANARY_INCONCLUSIVE,  # so is every analysis until it has enough requests
         EventReason.ROLLOUT_COMPLETED,
         EventReason.SUSPENDED,

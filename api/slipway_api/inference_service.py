@@ -277,6 +277,16 @@ class InferenceServiceSpec(Struct):
             ".replicas",
         ),
         PRE_PULL_RULE,
+        Rule(
+            "self.runtime.engine == 'slipway' || !has(self.warmPool)",
+            "warmPool is only for runtime.engine slipway: the pods of a pool run Slipway's runtime",
+            ".warmPool",
+        ),
+        Rule(
+            "self.runtime.engine == 'slipway' || !has(self.prePull)",
+            "prePull is only for runtime.engine slipway: the pods that pull run Slipway's runtime",
+            ".prePull",
+        ),
         *ROLLOUT_RULES,
     )
 

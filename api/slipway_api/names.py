@@ -28,6 +28,7 @@ FINALIZER: Final = f"{GROUP}/drain"
 FIELD_MANAGER: Final = "slipway-operator"
 FIELD_MANAGER_REPLICAS: Final = "slipway-operator-replicas"
 FIELD_MANAGER_META: Final = "slipway-operator-meta"
+FIELD_MANAGER_ENGINES: Final = "slipway-engines"
 FIELD_MANAGER_ADAPTERS: Final = "slipway-operator-adapters"  # one manager a purpose: an apply drops what it leaves out
 
 # Annotations on pods, written by the operator.

@@ -1,11 +1,15 @@
 """Generates the reference page of a kind from its CustomResourceDefinition: fields, types, defaults and meanings."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from slipway_api.conditions import PENDING
 
 Schema = dict[str, Any]
+_PENDING: Final = (
+    f"The API server gives a new object a Ready condition of its own: {PENDING['status']}, {PENDING['reason']}, "
+    f'"{PENDING["message"]}". It stays until the operator has seen the object.'
+)
 
 
 def reference_page(crd: Schema) -> str:
@@ -24,14 +28,13 @@ def reference_page(crd: Schema) -> str:
         "",
     ]
     for part in ("spec", "status"):
+        if part not in schema["properties"]:
+            continue
         lines += [f"## {part}", "", "| field | type | default | meaning |", "|---|---|---|---|"]
         lines += [_row(*field) for field in _fields(part, schema["properties"][part])]
         lines += [""]
-    lines += [
-        f"The API server gives a new object a Ready condition of its own: {PENDING['status']}, {PENDING['reason']}, "
-        f'"{PENDING["message"]}". It stays until the operator has seen the object.',
-        "",
-    ]
+    if "status" in schema["properties"]:
+        lines += [_PENDING, ""]
     lines += ["## Rules that the API server checks", ""]
     lines += [f"- `{path}`: {message}" for path, message in _rules("spec", schema["properties"]["spec"])]
     return "\n".join([*lines, ""])

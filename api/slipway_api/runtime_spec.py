@@ -167,8 +167,10 @@ class Runtime(Struct):
         *UPGRADE_RULES,
     )
 
+    engine: str = Field(default="slipway", pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", max_length=63)
+    """The inference server: the name of an Engine. slipway is our own runtime."""
     image: str = Field(default="", pattern=r"^\S*$", max_length=512)
-    """Runtime image; empty: the chart's, fixed when a revision is created."""
+    """Image of the runtime, or of the engine; empty: the chart's, or the Engine's, fixed when a revision is created."""
     args: Annotated[tuple[Annotated[str, Field(max_length=4096)], ...], bounded_list(at_most=64)] = ()
     """Further arguments of slipway-runtime serve."""
     env: Annotated[tuple[EnvVar, ...], bounded_list(at_most=64, key="name")] = ()

@@ -50,6 +50,11 @@ STALLED_CAUSES: Final = {
         Helper.AUTHOR,
         "Create the Secret of spec.model.credentialsSecretRef with a key that the source accepts.",
     ),
+    Reason.POOL_NOT_FOUND: Cause(
+        "spec.warmPool.policy is Require, and no WarmPool of that name is in the namespace.",
+        Helper.AUTHOR,
+        "Create the WarmPool, correct spec.warmPool.name, or set spec.warmPool.policy to Prefer.",
+    ),
     Reason.PROGRESS_DEADLINE_EXCEEDED: Cause(
         "A rollout or first start made no progress for progressDeadlineSeconds.",
         Helper.AUTHOR,
@@ -90,6 +95,11 @@ STALLED_CAUSES: Final = {
         Helper.AUTHOR,
         "Read the end of the logs of the replica with kubectl logs --previous.",
     ),
+    Reason.ENGINE_NOT_FOUND: Cause(
+        "The Engine that spec.runtime.engine names does not exist, or cannot be read; replicas stay.",
+        Helper.AUTHOR,
+        "Correct spec.runtime.engine, or create or correct the Engine; the message names those that exist.",
+    ),
     Reason.REVISION_MISSING: Cause(
         "The ControllerRevision of a revision is missing or unreadable: the rollout is held.",
         Helper.AUTHOR,
@@ -101,12 +111,22 @@ STALLED_CAUSES: Final = {
 _STALLED_EVENTS: Final = (
     *(Reason.DOES_NOT_FIT, Reason.CACHE_NOT_PERMITTED, Reason.IMAGE_PULL_FAILED, Reason.MODEL_NOT_FOUND),
     *(Reason.CREDENTIALS_INVALID, Reason.QUOTA_EXCEEDED, Reason.REFUSED, Reason.CRASH_LOOPING),
-    Reason.REVISION_MISSING,
-    *(Reason.NO_SUITABLE_NODE, Reason.HUB_UNREACHABLE, Reason.MOUNT_FAILED),
+    *(Reason.REVISION_MISSING, Reason.POOL_NOT_FOUND),
+    *(Reason.NO_SUITABLE_NODE, Reason.HUB_UNREACHABLE, Reason.MOUNT_FAILED, Reason.ENGINE_NOT_FOUND),
 )
 
 TERMINATING: Final = Cause(
     "The object is being deleted; the message names the replicas or finalizers that it waits for."
+)
+
+_ROLLED_BACK: Final = (
+    _FALSE,
+    Reason.ROLLED_BACK,
+    Cause(
+        "The revision of the spec was rolled back or aborted; why.",
+        Helper.AUTHOR,
+        "Correct the spec, or override with kubectl slipway promote.",
+    ),
 )
 
 _CAUSES: Final[dict[ConditionType, tuple[tuple[ConditionStatus, Reason, Cause], ...]]] = {
@@ -271,15 +291,12 @@ _CAUSES: Final[dict[ConditionType, tuple[tuple[ConditionStatus, Reason, Cause], 
                 "The analysis failed, fewer times than failureLimit so far.", Helper.AUTHOR, "Nothing yet; or abort."
             ),
         ),
-        (
-            _FALSE,
-            Reason.ROLLED_BACK,
-            Cause(
-                "The revision of the spec was rolled back or aborted; why.",
-                Helper.AUTHOR,
-                "Correct the spec, or override with kubectl slipway promote.",
-            ),
-        ),
+        _ROLLED_BACK,
+    ),
+    ConditionType.ROLLOUT_HEALTHY: (
+        (_UNKNOWN, Reason.ANALYZING, Cause("A new revision has to pass its gates, or waits for the switch.")),
+        (_TRUE, Reason.PASSED, Cause("The last new revision passed its gates, or has all the traffic.")),
+        _ROLLED_BACK,
     ),
     ConditionType.ADAPTERS_READY: (
         (_TRUE, Reason.ADAPTERS_LOADED, Cause("Every LoRAAdapter of the service answers requests.")),
@@ -290,6 +307,15 @@ _CAUSES: Final[dict[ConditionType, tuple[tuple[ConditionStatus, Reason, Cause], 
                 "Some LoRAAdapters of the service do not answer.",
                 Helper.AUTHOR,
                 "Read the conditions of the adapters that the message names.",
+            ),
+        ),
+        (
+            _FALSE,
+            Reason.ADAPTERS_FAILED,
+            Cause(
+                "Replicas serve without an adapter of spec.runtime.args; the message has the runtime's reason.",
+                Helper.AUTHOR,
+                "Correct --adapter in spec.runtime.args, or make a LoRAAdapter of it, which is tried again.",
             ),
         ),
     ),
@@ -356,6 +382,17 @@ _CAUSES: Final[dict[ConditionType, tuple[tuple[ConditionStatus, Reason, Cause], 
             ),
         ),
     ),
+    ConditionType.ENGINE_FIELDS_HONOURED: (
+        (
+            _FALSE,
+            Reason.ENGINE_IGNORES,
+            Cause(
+                "The engine of spec.runtime.engine has nothing for some fields, and runs without them.",
+                Helper.AUTHOR,
+                "Remove the fields that the message names, or choose an engine that has them.",
+            ),
+        ),
+    ),
     ConditionType.OUTPUT_VALID: (
         (
             _FALSE,
@@ -381,11 +418,14 @@ EVENTS: Final = {
     EventReason.SCALED_TO_ZERO: "No requests came for idleSeconds, so the last replicas are drained.",
     EventReason.ACTIVATED: "Requests wait for a service without replicas, so it gets some; how many requests.",
     EventReason.ROLLOUT_STARTED: "A revision starts to replace the previous one.",
-    EventReason.CANARY_STEP_COMPLETED: "A step of a canary, or the gates, are passed; how.",
+    EventReason.CANARY_STEP_COMPLETED: "A step of a canary, or its gates, are passed; how.",
     EventReason.CANARY_PROMOTED: "The new revision has all the traffic.",
+    EventReason.GATES_PASSED: "The new revision has passed its gates and gets traffic; strategies other than Canary.",
+    EventReason.ROLLOUT_PROMOTED: "The new revision has all the traffic; strategies other than Canary.",
     EventReason.CANARY_ANALYSIS_FAILED: "The new revision is worse than the stable one; both numbers.",
     EventReason.CANARY_INCONCLUSIVE: "Too few requests, or too small a difference, for a verdict: the step holds.",
     EventReason.CANARY_ROLLED_BACK: "All traffic goes back to the previous revision; why, with both numbers.",
+    EventReason.ROLLOUT_ROLLED_BACK: "The previous revision gets the traffic back; strategies other than Canary; why.",
     EventReason.ROLLOUT_COMPLETED: "Only the new revision serves.",
     EventReason.SUSPENDED: "spec.suspend became true: all replicas drain.",
     EventReason.RESUMED: "spec.suspend became false: replicas start again.",
@@ -396,6 +436,7 @@ EVENTS: Final = {
     **{EventReason(reason.value): STALLED_CAUSES[reason].meaning for reason in _STALLED_EVENTS},
     EventReason.NO_GATEWAY: "No gateway answers the operator: no client reaches the service.",
     EventReason.INVALID_LOGITS: "Replicas computed NaN or infinite logits: these answers ended with an error.",
+    EventReason.ADAPTERS_FAILED: "Replicas could not load an adapter of spec.runtime.args; the runtime's reason.",
     EventReason.METRICS_STALE: "Some ready replicas do not report their load.",
     EventReason.KEY_REFUSED: "Ready replicas refuse the operator's token (401): was slipway-admin-master replaced?",
     EventReason.SCALING_HELD: "No ready replica, or no gateway of a service at zero, reports: the number stays.",

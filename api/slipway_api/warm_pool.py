@@ -73,6 +73,11 @@ class WarmPoolSpec(Struct):
             ".runtime.image",
         ),
         Rule(
+            "!has(self.runtime) || self.runtime.engine == 'slipway'",
+            "the pods of a pool run Slipway's runtime: leave runtime.engine out",
+            ".runtime.engine",
+        ),
+        Rule(
             "!has(self.runtime) || self.runtime.upgradePolicy == 'OnSpecChange'",
             "a pool has no upgradePolicy: its waiting pods follow its image immediately",
             ".runtime.upgradePolicy",

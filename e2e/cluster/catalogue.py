@@ -12,7 +12,7 @@ import yaml
 from e2e.cluster.paths import SYSTEM_PATH
 
 DEFAULT_USER = 65532
-CODE = ("api", "kube", "operator", "runtime", "gateway")  # folders of the checkout with code that images run
+CODE = ("api", "kube", "operator", "runtime", "gateway", "agent")  # folders of the checkout with code that images run
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Environment:
     checkout: Path
     python: Path  # the environment's interpreter
     prefixes: tuple[Path, ...]  # folders that interpreter needs
+    cache: Path  # where the environments of peers are
 
     def fill(self, text: str) -> str:
         """Replace {python}, {bin}, {checkout} and {version}."""
@@ -75,9 +76,12 @@ def version_of(checkout: Path) -> str:
 def _image(name: str, entry: Mapping[str, Any], environment: Environment) -> Image:
     code = [environment.checkout / folder for folder in CODE] if entry.get("code") else []
     needed = {str(path) for path in (*environment.prefixes, *code)}
+    peer = environment.cache / "bench" / "peers" / entry["peer"] if "peer" in entry else None
+    needed |= {str(peer)} if peer is not None else set()
     own = {path: path for path in sorted(needed) if not f"{path}/".startswith("/usr/")}  # every container has /usr
     extra = {target: environment.fill(source) for target, source in entry.get("binds", {}).items()}
     path = f"{environment.python.parent}:{SYSTEM_PATH}" if entry.get("code") else SYSTEM_PATH
+    path = f"{peer / 'bin'}:{path}" if peer is not None else path
     return Image(
         name=name,
         command=[environment.fill(word) for word in entry.get("command", [])],

@@ -12,7 +12,7 @@ from rich.markup import escape
 from e2e.slipway import Json, Slipway
 
 STEPS = 12
-PRINTED_CONDITIONS = ("Ready", "Stalled", "CanaryHealthy")
+PRINTED_CONDITIONS = ("Ready", "Stalled", "CanaryHealthy", "RolloutHealthy")
 
 console = Console(highlight=False)
 

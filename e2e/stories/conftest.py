@@ -9,6 +9,7 @@ from e2e import checks, user_fields
 from e2e.cluster.launch import Cluster
 from e2e.ledger import Ledger
 from e2e.manifests import as_yaml
+from e2e.scripted_server import ServedScripts, served_scripts
 from e2e.slipway import Slipway, wait_for
 
 
@@ -51,3 +52,10 @@ def delete_services(slipway: Slipway) -> None:
         slipway.access.kubectl("delete", "infsvc", *services, "--ignore-not-found", "--wait=false")
     for service in services:
         wait_for(f"{service} gone", lambda service=service: slipway.is_gone(service), timeout=120)  # type: ignore[misc]
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedScripts]:
+    """The addresses of a runtime whose model follows scripts, and of a gateway in front of it."""
+    with served_scripts(tmp_path_factory.mktemp("scripted")) as urls:
+        yield urls

@@ -6,16 +6,16 @@ review/peer-suites.md 1, 2, 3, 7.
 """
 
 import json
-import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from bench.servers import MODEL_NAME, Server, a_gateway, a_runtime
-from tests.scripted_model import ANSWER, write_checkpoint
+from bench.servers import MODEL_NAME
+from e2e.scripted_server import ServedScripts, loopback_only
+from tests.scripted_model import ANSWER
 
 # The mark `cluster` selects the story in `make e2e`; the story itself starts two processes and no cluster.
 pytestmark = [
@@ -76,15 +76,6 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prefix / "node_modules" / ".bin"
 
 
-@pytest.fixture(scope="module")
-def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The addresses of a runtime whose model follows the scripts, and of a gateway in front of it."""
-    checkpoint = write_checkpoint(tmp_path_factory.mktemp("scripted"))
-    runtime: Server
-    with a_runtime(model=checkpoint) as runtime, a_gateway((MODEL_NAME, runtime.url)) as gateway:
-        yield {"runtime": runtime.url, "gateway": gateway.url}
-
-
 @pytest.mark.capability("API-26")
 @pytest.mark.parametrize("server", ["runtime", "gateway"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
@@ -92,13 +83,13 @@ def test_a_program_runs_the_command_and_prints_the_answer(
     program: Callable[[str, Path], tuple[list[str], dict[str, str]]],
     server: str,
     programs: Path,
-    urls: dict[str, str],
+    scripts: ServedScripts,
     tmp_path: Path,
 ) -> None:
     home, work = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     work.mkdir()
-    command, settings = program(urls[server], home)
+    command, settings = program(scripts[server], home)
 
     ended = subprocess.run(
         [programs / command[0], *command[1:]],
@@ -116,15 +107,3 @@ def test_a_program_runs_the_command_and_prints_the_answer(
     assert written.read_text() == f"slipway-{program.__name__}\n"
     assert ANSWER in ended.stdout
     assert ended.returncode == 0
-
-
-def loopback_only(home: Path) -> dict[str, str]:
-    """An environment without the user's accounts, whose HTTP proxy is a closed port except for 127.0.0.1."""
-    closed = "http://127.0.0.1:9"
-    proxies = {name: closed for each in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY") for name in (each, each.lower())}
-    folders = {f"XDG_{name}_HOME": str(home / name.lower()) for name in ("CONFIG", "DATA", "CACHE", "STATE")}
-    return (
-        {"PATH": os.environ["PATH"], "HOME": str(home), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-        | proxies
-        | folders
-    )

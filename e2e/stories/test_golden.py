@@ -34,12 +34,12 @@ def test_a_revision_that_answers_the_golden_prompts_otherwise_gets_no_traffic(cl
 
     second = wait_for("the equal revision to take over", is_replaced, timeout=90)
     clean.wait_events(NAME, "RolloutCompleted")
-    passed = clean.notes(NAME, "CanaryStepCompleted")
+    passed = clean.notes(NAME, "GatesPassed")
     assert any("configmap://golden-prompts/prompts.jsonl: 0.0% of 3 answers differ" in note for note in passed), passed
 
     clean.apply(manifests(maxNumSeqs=24, maxOutputTokens=1))  # other answers: they end after one token
     wait_for("the rollback", lambda: clean.service(NAME)["status"].get("failedRevision"), timeout=90)
-    (note,) = clean.notes(NAME, "CanaryRolledBack")
+    (note,) = clean.notes(NAME, "RolloutRolledBack")
     assert "configmap://golden-prompts/prompts.jsonl: 100.0% of 3 answers differ from the stable revision's" in note
     assert "Once upon a time" not in note
     answered = clean.openai().completions.with_raw_response.create(model=NAME, prompt="The ship", max_tokens=4)

@@ -40,7 +40,7 @@ from aiohttp import web
 from slipway_api.adapter_conditions import STALLED_CAUSES as ADAPTER_CAUSES
 from slipway_api.causes import Cause
 from slipway_api.vocabulary import STALLED_CAUSES
-from slipway_gateway.limits import Denied
+from slipway_gateway.limits import Denied, Standing
 
 ECHO_CHARACTERS = 100  # of a name that a client sent and that we repeat
 
@@ -124,6 +124,15 @@ def key_without_tenant() -> Refusal:
     return Refusal(403, "PermissionDeniedError", "This API key belongs to no tenant.")
 
 
+def rate_headers(standing: Standing) -> dict[str, str]:
+    """A limit and what is left of it, in the headers that OpenAI's clients read."""
+    return {
+        f"x-ratelimit-limit-{standing.limit}": str(standing.amount),
+        f"x-ratelimit-remaining-{standing.limit}": str(standing.remaining),
+        f"x-ratelimit-reset-{standing.limit}": f"{math.ceil(standing.reset)}s",
+    }
+
+
 def tenant_limit(denied: Denied) -> Refusal:
     """The request would exceed a limit of its tenant; one that is too large for it at any time is a bad request."""
     message = f"Limit reached: {denied.reason}."
@@ -131,11 +140,8 @@ def tenant_limit(denied: Denied) -> Refusal:
         return Refusal(400, "BadRequestError", message)
     seconds = max(1, math.ceil(denied.retry_after))
     refusal = Refusal(429, "RateLimitError", f"{message} Try again in {seconds} s.", retry_after=seconds)
-    if denied.limit in ("requests", "tokens"):  # as OpenAI names them, which has no header for concurrency
-        refusal.headers = {
-            f"x-ratelimit-limit-{denied.limit}": str(denied.amount),
-            f"x-ratelimit-reset-{denied.limit}": f"{seconds}s",
-        }
+    if denied.limit in ("requests", "tokens"):  # OpenAI has no header for concurrency
+        refusal.headers = rate_headers(Standing(denied.limit, denied.amount, 0, seconds))
     return refusal
 
 

@@ -177,6 +177,7 @@ class Forwarder:
 
     def sign(self, response: R, record: RequestState) -> R:
         """The same response under the request's id; closing its connection when this gateway is about to go."""
+        response.headers.update(record.limit_headers)
         response.headers[HEADER_REQUEST_ID] = record.request_id
         if is_anthropic(record.path):
             response.headers[REQUEST_ID_HEADER] = record.request_id

@@ -82,6 +82,16 @@ class Denied:
     amount: int = 0  # of the tenant, at all gateways together
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One limit of a tenant after a request was admitted."""
+
+    limit: str  # requests or tokens
+    amount: int  # of the tenant in a minute, at all gateways together
+    remaining: int  # that this gateway would still let through: with N gateways, at most 1/N of the amount
+    reset: float  # seconds until nothing counts here any more
+
+
 @dataclass(slots=True)
 class Grant:
     """An admitted request: what it has reserved."""
@@ -130,6 +140,19 @@ class Limits:
         """The limit that one more request would exceed, whatever its size; reserves nothing."""
         usage = self.usage(tenant.label)
         return _over_concurrency(tenant, usage, gateways) or _over_rate(tenant, usage, now, gateways)
+
+    def standing(self, tenant: Tenant, now: float, *, gateways: int = 1) -> list[Standing]:
+        """The limits of a tenant for a minute, and what is left of them."""
+        usage = self.usage(tenant.label)
+        windows = (
+            ("requests", tenant.requests_per_minute, usage.requests),
+            ("tokens", tenant.tokens_per_minute, usage.tokens),
+        )
+        return [
+            Standing(name, amount, max(0, share(amount, gateways) - used.total(now)), used.seconds_until(now, 0))
+            for name, amount, used in windows
+            if amount is not None
+        ]
 
     def settle(self, tenant: Tenant, grant: Grant, used_tokens: int, now: float) -> None:
         """The request has ended and used so many tokens: what it reserved beyond them is free again."""

@@ -89,6 +89,7 @@ class RequestState:
     key: str = ""  # the name of the API key, never the key
     may_use: MayUse = may_use_all  # what the tenant may use: it resolves names among these
     internal_headers: dict[str, str] = field(default_factory=dict)  # for the replica: its tenant and priority
+    limit_headers: dict[str, str] = field(default_factory=dict)  # for the client: what is left of its tenant's limits
     body_sha256: str = ""  # only where audit records are written
     endpoint: str = ""
     matched_tokens: int = 0  # of the prompt, which the endpoint was sent before

@@ -26,6 +26,7 @@ from slipway_gateway.errors import (
     invalid_key,
     key_without_tenant,
     missing_key,
+    rate_headers,
     tenant_limit,
     tenants_unreadable,
 )
@@ -189,6 +190,8 @@ class Tenancy(Collector):
         if isinstance(granted, Denied):
             self._accounting.denied(record, granted.limit, needed)
             raise tenant_limit(granted)
+        for standing in self._limits.standing(tenant, now, gateways=self.gateways):
+            record.limit_headers |= rate_headers(standing)
         try:
             yield
         except asyncio.CancelledError:

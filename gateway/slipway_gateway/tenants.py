@@ -186,7 +186,7 @@ def _digests(key: str, text: str) -> list[str]:
             continue
         match = _DIGEST.fullmatch(line)
         if match is None:
-            raise TenantsError(f"line {number} of the key {key!r} is no SHA-256 in hex (printf %s KEY | sha256sum)")
+            raise TenantsError(f"line {number} of the key {key!r} is not a SHA-256 in hex (printf %s KEY | sha256sum)")
         found.append(match[1])
     return found
 
@@ -244,7 +244,7 @@ class TenantFiles:
 
     def _reject(self, fault: str) -> None:
         self.fault = fault
-        kept = "the last good ones stay valid" if self.directory else "every request is refused until this is mended"
+        kept = "the last good ones stay valid" if self.directory else "every request is refused until this is fixed"
         log.error("the files of the tenants are not valid", fault=fault, consequence=kept)
 
 

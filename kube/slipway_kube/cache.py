@@ -12,13 +12,16 @@ uid A              deletion of B               nothing (a late event about an ea
 uid A              a full list without it      Deleted
 """
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
+import structlog
+
 from slipway_kube.objects import Key, Object
 
+log = structlog.get_logger()
 T = TypeVar("T", bound=Object)
 
 
@@ -31,6 +34,15 @@ class Change(StrEnum):
 
 
 OnChange = Callable[[Change, T | None, T | None], None]
+
+
+def notify_all(callbacks: Iterable[OnChange[T]], change: Change, old: T | None, new: T | None) -> None:
+    """Call every callback; an exception in one is logged, and keeps none of the others from being called."""
+    for callback in callbacks:
+        try:
+            callback(change, old, new)
+        except Exception:
+            log.exception("a listener failed", change=change)
 
 
 class Cache(Generic[T]):

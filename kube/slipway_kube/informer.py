@@ -13,7 +13,7 @@ from typing import Final, Generic, TypeVar
 import structlog
 
 from slipway_kube.access import REFUSALS, ReadAccess
-from slipway_kube.cache import Cache, Change, OnChange
+from slipway_kube.cache import Cache, Change, OnChange, notify_all
 from slipway_kube.client import Client
 from slipway_kube.objects import Key, Object
 from slipway_kube.reflector import Pace, Reflector, Source
@@ -133,12 +133,7 @@ class Informer(Generic[T]):
         return sum(1 for key, cached in wrong.items() if self._cache.view.get(key) is cached)
 
     def _notify(self, change: Change, old: T | None, new: T | None) -> None:
-        for callback in self._callbacks:
-            try:
-                callback(change, old, new)
-            except Exception:
-                # An exception in one listener must not keep the others from being called.
-                log.exception("a listener failed", change=change)
+        notify_all(self._callbacks, change, old, new)
 
     def _listed(self) -> None:
         if self.synced.is_set():

@@ -114,7 +114,7 @@ def why_scale(name: Name, namespace: Namespace = "", context: Context = "", outp
 
 @app.command()
 def promote(name: Name, namespace: Namespace = "", context: Context = "") -> None:
-    """Let the canary skip its remaining steps: the new revision gets all traffic."""
+    """Skip the remaining gates and steps of the rollout: the new revision gets all traffic."""
     cluster = Cluster(namespace, context)
     _annotate(cluster, name, names.ANNOTATION_PROMOTE, _rolling(cluster.service(name)))
 
@@ -144,13 +144,13 @@ def rollback(
 @app.command()
 def pause(
     name: Name,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on instead.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue instead.")] = False,
     namespace: Namespace = "",
     context: Context = "",
 ) -> None:
-    """Hold the rollout where it is (spec.rollout.paused); --resume goes on."""
+    """Hold the rollout where it is (spec.rollout.paused); --resume continues it."""
     Cluster(namespace, context).patch("InferenceService", name, {"spec": {"rollout": {"paused": not resume}}})
-    out.print(f"{name}: the rollout {'goes on' if resume else 'is paused'}")
+    out.print(f"{name}: the rollout {'continues' if resume else 'is paused'}")
 
 
 @app.command()
@@ -163,7 +163,7 @@ def drain(
     """Drain one replica and replace it: by eviction, or after its replacement is ready if every replica is needed."""
     cluster = Cluster(namespace, context)
     if pod not in [one["metadata"]["name"] for one in cluster.pods(name)]:
-        _fail(f"{pod} is no replica of {name}")
+        _fail(f"{pod} is not a replica of {name}")
     try:
         cluster.evict(pod)
     except ClusterError as exc:

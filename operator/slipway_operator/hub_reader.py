@@ -179,7 +179,7 @@ async def _get(session: aiohttp.ClientSession, url: str) -> Mapping[str, Any]:
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError):
-        raise NoFacts("an answer that is no JSON") from None
+        raise NoFacts("the answer is not JSON") from None
     if not isinstance(found, dict):
-        raise NoFacts("an answer that is no object")
+        raise NoFacts("the answer is not a JSON object")
     return found

@@ -92,7 +92,7 @@ def exempt_caches_from_collection() -> None:
 
 def leave_at_once(reason: str) -> None:
     """End the process without another await: tasks that still run must not write."""
-    log.error("leaving at once", reason=reason)
+    log.error("the process ends", reason=reason)
     os._exit(1)
 
 
@@ -123,7 +123,7 @@ class Manager:
         self._on_lost = on_lost
         self._tasks: list[asyncio.Task[Any]] = []
         self._election: list[asyncio.Task[Any]] = []  # ends last, when nothing writes any more
-        self._is_stopping = False
+        self._is_stopping, self.stopped = False, asyncio.Event()  # the second: `stop` has returned
         self._listed = asyncio.Event()
         self._pool_listeners: list[Callable[[PoolKey], None]] = []
 
@@ -333,6 +333,7 @@ class Manager:
         await self._hub.stop()
         await self._adapter_calls.stop()
         await _end(*self._election)  # when cancelled, it releases the Lease if it holds it
+        self.stopped.set()
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Start a task that should run as long as the process: if the task ends earlier, the process ends too."""

@@ -72,7 +72,7 @@ class OperatorMetrics:
         )
         self.accounts = AccountMetrics()
         self.registry.register(self.accounts)
-        self.loop_lag = gauge("event_loop_lag_seconds", "How late the event loop woke last time it was asked to.")
+        self.loop_lag = gauge("event_loop_lag_seconds", "By how many seconds the event loop woke too late last time.")
 
     def watch(self, gauge: Gauge, read: Callable[[], float]) -> None:
         """Read a gauge's value when it is scraped, not when it changes."""

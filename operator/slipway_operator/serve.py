@@ -10,6 +10,8 @@ import logging
 import sys
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
 
 import kopf
 import structlog
@@ -22,6 +24,8 @@ from slipway_kube import auth
 from slipway_kube.client import Client
 from slipway_kube.errors import KubeError, NoCredentials
 from slipway_operator import handlers as handlers  # the import registers the handlers
+from slipway_operator.ending import run_until_stopped
+from slipway_operator.installation_engines import apply_engines, read_engines
 from slipway_operator.installation_keys import create_missing_keys
 from slipway_operator.keepalive import KeptConnections
 from slipway_operator.manager import Manager, exempt_caches_from_collection
@@ -40,13 +44,14 @@ environment:
   SLIPWAY_NAMESPACE         namespace of the release and of its Lease (slipway-system)
   SLIPWAY_LEASE_NAME        name of that Lease; each installation has its own (slipway-operator)
   POD_NAME                  name of this replica in the Lease (slipway-operator)
-  POD_UID                   uid of this replica's pod: a restarted container takes its own Lease back at once
+  POD_UID                   uid of this replica's pod: a restarted container takes its own Lease back immediately
   SLIPWAY_RUNTIME_IMAGE     image of runtimes whose service names none
+  SLIPWAY_AGENT_IMAGE       image of slipway-agent, which stands beside other engines than the runtime
   SLIPWAY_GATEWAY_URL       base URL of the gateway, for status.url
   SLIPWAY_TENANTS           true: the gateway has tenants, to each of which a name may mean another service (false)
   SLIPWAY_MASTER_DIR        folder with the admin masters: current, and previous while rotating (/etc/slipway/admin)
   SLIPWAY_GATEWAY_KEY_DIR   folder with the gateway's key, likewise (/etc/slipway/gateway)
-  SLIPWAY_GATEWAY_SELECTOR  labels of the gateways' pods in SLIPWAY_NAMESPACE, which are asked for their demand
+  SLIPWAY_GATEWAY_SELECTOR  labels of the gateways' pods in SLIPWAY_NAMESPACE; the operator reads their demand
   SLIPWAY_NETWORK_POLICY    on: each service gets a NetworkPolicy for its replicas; off: none (on)
   SLIPWAY_DIRECT_ACCESS     Open or GatewayOnly, for new services whose spec names neither (Open)
   SLIPWAY_CLIENT_NAMESPACES comma-separated; their pods may call services with directAccess GatewayOnly
@@ -84,7 +89,7 @@ async def serve(settings: OperatorSettings, *, stop: asyncio.Event | None = None
             serve_probes(settings.admin_port, alive=manager.alive, ready=manager.ready, metrics=metrics)
         )
         log.info("operator started", version=__version__, identity=settings.identity, admin_port=admin_port)
-        await kopf.operator(
+        operator = kopf.operator(
             memo=kopf.Memo(
                 manager=manager,
                 connect=auth.load,
@@ -97,6 +102,7 @@ async def serve(settings: OperatorSettings, *, stop: asyncio.Event | None = None
             namespaces=settings.watch_namespaces,
             stop_flag=stop,
         )
+        await run_until_stopped(operator, manager.stopped)
     log.info("operator stopped")
 
 
@@ -106,9 +112,17 @@ async def create_keys(settings: OperatorSettings, secrets: Sequence[str]) -> Non
         await create_missing_keys(client, settings.namespace, secrets, sleep=asyncio.sleep)
 
 
+async def apply_shipped_engines(engines: Sequence[dict[str, Any]]) -> None:
+    """Apply the Engines of the chart."""
+    async with Client(auth.load(), user_agent=user_agent()) as client:
+        await apply_engines(client, engines, sleep=asyncio.sleep)
+
+
 def _command(arguments: argparse.Namespace, settings: OperatorSettings) -> Coroutine[None, None, None]:
     if arguments.command == "create-keys":
-        return create_keys(settings, arguments.secrets)
+        return create_keys(settings, arguments.names)
+    if arguments.command == "apply-engines":
+        return apply_shipped_engines(read_engines(Path(*arguments.names)))
     return serve(settings)
 
 
@@ -126,11 +140,17 @@ def run() -> None:
     parser.add_argument(
         "command",
         nargs="?",
-        choices=["run", "create-keys"],
+        choices=["run", "create-keys", "apply-engines"],
         default="run",
-        help="run the operator (the default), or create the Secrets of its keys that do not exist, and end",
+        help="run the operator (the default); or create the Secrets of its keys that do not exist, and end; or apply "
+        "the Engines of a folder, and end",
     )
-    parser.add_argument("secrets", nargs="*", metavar="SECRET", help="of create-keys: names in SLIPWAY_NAMESPACE")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="of create-keys: Secrets in SLIPWAY_NAMESPACE; of apply-engines: the folder with their JSON files",
+    )
     arguments = parser.parse_args()
     try:
         settings = OperatorSettings()

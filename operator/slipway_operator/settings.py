@@ -30,6 +30,8 @@ class OperatorSettings(BaseSettings):
     """The uid of this replica's pod: with it, a restarted container takes over the Lease of its predecessor."""
     runtime_image: str = Field("slipway/runtime:0.1.0", validation_alias="SLIPWAY_RUNTIME_IMAGE")
     """Image of a revision whose spec names none; frozen into status when the revision is first seen."""
+    agent_image: str = Field("", validation_alias="SLIPWAY_AGENT_IMAGE")
+    """Image of slipway-agent, which stands beside other engines than our runtime; frozen with the revision."""
     tenants: bool = Field(False, validation_alias="SLIPWAY_TENANTS")
     """Whether the gateway has tenants: then a name may mean another service to each of them."""
     gateway_url: str = Field(
@@ -126,6 +128,7 @@ def installation_defaults(settings: OperatorSettings) -> Defaults:
     """The values of this installation that decisions about services start from."""
     return Defaults(
         runtime_image=settings.runtime_image,
+        agent_image=settings.agent_image,
         gateway_url=settings.gateway_url,
         has_tenants=settings.tenants,
         cluster_domain=settings.cluster_domain,

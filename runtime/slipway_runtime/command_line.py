@@ -153,7 +153,7 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="/health fails when requests wait and no step was made for so long; above the longest step",
+        help="seconds after which /health fails if requests wait and no step is made; above the longest step",
     )
     serve.add_argument("--speculation", choices=("", *SpeculationMethod), default="", help="where drafts come from")
     serve.add_argument("--speculation-max-tokens", type=int, default=0, help="tokens drafted at most in one step")
@@ -190,7 +190,7 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=REFUSE_AFTER_SECONDS,
         metavar="SECONDS",
-        help="accept new requests for so long, until routers know that this pod is not ready",
+        help="seconds in which new requests are still accepted, until routers know that this pod is not ready",
     )
 
     pull = verbs.add_parser("pull", help="bring a model into the cache, and print where it is")

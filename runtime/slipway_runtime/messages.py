@@ -94,6 +94,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; set on the first Output
     draft_tokens: int = 0  # that were verified in the step
     accepted_tokens: int = 0  # of these; after them comes one more token
+    preemptions: int = 0  # of this answer, so far
     queued_at: float | None = None  # when the request entered the queue; set on the first Output
     scheduled_at: float | None = None  # when the request left the queue; set on the first Output
     first_token_at: float | None = None  # when prefill ended; set on the first Output

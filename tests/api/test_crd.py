@@ -16,7 +16,7 @@ LIST_TYPE = "x-kubernetes-list-type"
 
 # Fields of later work are absent, not ignored.
 LATER = {
-    *("experimental", "hostnames", "gatewayRef", "engine"),
+    *("experimental", "hostnames", "gatewayRef"),
 }
 
 

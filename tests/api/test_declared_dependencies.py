@@ -19,12 +19,13 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-SOURCES = [str(ROOT / folder) for folder in ("api", "kube", "operator", "runtime", "gateway")]
+SOURCES = [str(ROOT / folder) for folder in ("api", "kube", "operator", "runtime", "gateway", "agent")]
 
 # What runs -> the extra that is installed for it, and the modules that its start imports.
 STARTS = {
     "operator": ("operator", ["slipway_operator.main", "slipway_operator.serve"]),
     "gateway": ("gateway", ["slipway_gateway.main", "slipway_gateway.serve"]),
+    "agent": ("agent", ["slipway_agent.main", "slipway_agent.serve"]),
     "runtime": ("runtime", ["slipway_runtime.main", "slipway_runtime.command_line", "slipway_runtime.serve"]),
     "engine": ("runtime", ["slipway_runtime.engine.process", "slipway_runtime.engine.build"]),
     "cli": ("cli", ["slipway_cli.main"]),
@@ -151,6 +152,7 @@ def lazily_loaded(part: str) -> list[Path]:
     folder = {
         "operator": "operator/slipway_operator",
         "gateway": "gateway/slipway_gateway",
+        "agent": "agent/slipway_agent",
         "runtime": "runtime/slipway_runtime",
         "engine": "runtime/slipway_runtime",
         "cli": "operator/slipway_cli",
@@ -166,7 +168,7 @@ def test_packages_of_other_extras_are_really_hidden():
         imported_files(modules_outside("gateway"), ["slipway_operator.handlers"])
 
 
-@pytest.mark.parametrize("extra", ["operator", "gateway", "runtime", "cli"])
+@pytest.mark.parametrize("extra", ["operator", "gateway", "agent", "runtime", "cli"])
 def test_time_zones_are_there_on_a_machine_without_any(extra):
     """The kinds check time zones, and an image has none of its own."""
     assert "tzdata" not in modules_outside(extra)

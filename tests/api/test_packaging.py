@@ -17,6 +17,6 @@ def test_the_folder_operator_is_not_a_package_and_the_standard_library_stays_rea
 
 
 @pytest.mark.capability("PF-26")
-@pytest.mark.parametrize("folder", ["operator", "runtime", "gateway", "api", "kube"])
+@pytest.mark.parametrize("folder", ["operator", "runtime", "gateway", "agent", "api", "kube"])
 def test_the_folders_of_the_parts_hold_packages_and_are_none(folder):
     assert not (ROOT / folder / "__init__.py").exists()

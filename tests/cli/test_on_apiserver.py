@@ -134,4 +134,4 @@ def test_what_does_not_work_is_one_sentence(api):
     assert missing.stderr == (
         f'error: InferenceService {NAMESPACE}/nothing: inferenceservices.slipway.dev "nothing" not found\n'
     )
-    assert not_a_replica.stderr == "error: no-such-pod is no replica of chat\n"
+    assert not_a_replica.stderr == "error: no-such-pod is not a replica of chat\n"

@@ -13,11 +13,11 @@ VENV = Path("/somewhere/venv")
 
 @pytest.fixture
 def catalogue() -> Catalogue:
-    environment = Environment(CHECKOUT, VENV / "bin" / "python", (VENV, Path("/usr")))
+    environment = Environment(CHECKOUT, VENV / "bin" / "python", (VENV, Path("/usr")), Path("/somewhere/cache"))
     return Catalogue.load(HERE / "images.yaml", environment)
 
 
-@pytest.mark.parametrize("part", ["operator", "gateway", "runtime"])
+@pytest.mark.parametrize("part", ["operator", "gateway", "agent", "runtime"])
 def test_each_part_has_an_image_with_the_version_of_the_checkout(catalogue: Catalogue, part: str) -> None:
     image = catalogue.find(f"slipway/{part}:{__version__}")
 

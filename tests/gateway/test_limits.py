@@ -45,6 +45,25 @@ def test_after_retry_after_the_request_is_admitted_if_nothing_else_came(times, l
             assert isinstance(limits.admit(tenant, 1, NOW + at + denied.retry_after), Grant)
 
 
+@pytest.mark.capability("RG-6")
+@given(moments, st.integers(1, 20), st.integers(1, 4), st.floats(0, 70))
+def test_what_remains_is_let_through_and_nothing_counts_after_the_reset(times, limit, gateways, later):
+    limits, tenant = Limits(), a_tenant(requests_per_minute=limit, tokens_per_minute=1000)
+    for at in times:
+        limits.admit(tenant, 1, NOW + at, gateways=gateways)
+    now = NOW + times[-1] + later
+    requests, tokens = limits.standing(tenant, now, gateways=gateways)
+    admitted = 0
+    while isinstance(limits.admit(tenant, 0, now, gateways=gateways), Grant):
+        admitted += 1
+
+    assert (requests.limit, requests.amount, requests.remaining) == ("requests", limit, admitted)
+    assert (tokens.limit, tokens.amount) == ("tokens", 1000)
+    fresh = limits.standing(tenant, now + limits.standing(tenant, now, gateways=gateways)[0].reset, gateways=gateways)
+    assert fresh[0].remaining == share(limit, gateways)
+    assert fresh[0].reset == 0
+
+
 @given(moments, st.integers(10, 1000), st.lists(st.integers(1, 400), min_size=120, max_size=120))
 def test_no_minute_ever_reserves_more_tokens_than_the_limit(times, limit, sizes):
     limits, tenant = Limits(), a_tenant(tokens_per_minute=limit)

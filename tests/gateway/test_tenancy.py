@@ -280,7 +280,33 @@ async def test_gateways_divide_a_limit(tmp_path):
         headers = refusal.value.response.headers
         assert "gateway" not in refusal.value.message
         assert headers["x-ratelimit-limit-requests"] == "4"
+        assert headers["x-ratelimit-remaining-requests"] == "0"
         assert headers["x-ratelimit-reset-requests"] == f"{headers['Retry-After']}s"
+
+
+@pytest.mark.capability("RG-6")
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_says_what_is_left_of_the_limits(tmp_path, stream):
+    files = write_tenants(tmp_path, requestsPerMinute=10, tokensPerMinute=100_000)
+    async with Runtime() as runtime, a_tenanted_gateway(runtime, files, gateways=2) as gateway:
+        create = a_client(gateway).chat.completions.with_raw_response.create
+        messages = [{"role": "user", "content": PROMPT}]
+        answers = [await create(model="chat", messages=messages, stream=stream) for _ in range(2)]
+
+    for left, answer in zip((4, 3), answers, strict=True):
+        assert answer.headers["x-ratelimit-limit-requests"] == "10"
+        assert answer.headers["x-ratelimit-remaining-requests"] == str(left), "of this gateway's half"
+        assert 0 < int(answer.headers["x-ratelimit-reset-requests"].removesuffix("s")) <= 61
+        assert answer.headers["x-ratelimit-limit-tokens"] == "100000"
+        assert 0 < int(answer.headers["x-ratelimit-remaining-tokens"]) < 50_000
+
+
+async def test_an_answer_to_a_tenant_without_limits_says_nothing_of_them(tmp_path):
+    async with Runtime() as runtime, a_tenanted_gateway(runtime, write_tenants(tmp_path)) as gateway:
+        messages = [{"role": "user", "content": PROMPT}]
+        answer = await a_client(gateway).chat.completions.with_raw_response.create(model="chat", messages=messages)
+
+    assert not [name for name in answer.headers if name.startswith("x-ratelimit-")]
 
 
 @pytest.mark.capability("API-8", "MT-1")

@@ -79,7 +79,7 @@ def test_a_tenant_whose_key_is_not_in_the_secret_yet_leaves_the_others_alone():
         ("tenants: [{name: a, maxTokens: 0}]", {}, "tenants.0.maxTokens"),
         ("tenants: [{name: a, maxTokens: 5, defaultMaxTokens: 6}]", {}, "defaultMaxTokens"),
         ("tenants: [{name: a, keys: [k]}, {name: b, keys: [k]}]", {"k": digest_of("x")}, "both 'a' and 'b'"),
-        ("tenants: [{name: a, keys: [k]}]", {"k": "sk-plain-text-key"}, "line 1 of the key 'k' is no SHA-256"),
+        ("tenants: [{name: a, keys: [k]}]", {"k": "sk-plain-text-key"}, "line 1 of the key 'k' is not a SHA-256"),
         ("tenants: [{name: a, keys: [k, l]}]", {"k": digest_of("x"), "l": digest_of("x")}, "same digest"),
     ],
 )

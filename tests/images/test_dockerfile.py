@@ -16,6 +16,7 @@ BAKE = (ROOT / "images" / "docker-bake.hcl").read_text()
 SHIPPED = {
     "operator": "slipway-operator",
     "gateway": "slipway-gateway",
+    "agent": "slipway-agent",
     "runtime": "slipway-runtime",
     "runtime-cpu": "slipway-runtime",
 }
@@ -69,7 +70,8 @@ def test_an_image_starts_what_the_chart_and_the_local_cluster_start(name, comman
     template = ROOT / "charts" / "slipway" / "templates" / f"{part}.yaml"
     if template.exists():  # a runtime pod is made by the operator, which leaves the command to the image, too
         named = re.findall(r"^\s+(?:command|args):.*", template.read_text(), re.MULTILINE)
-        assert all('"create-keys"' in line for line in named), "only the init container that creates keys has arguments"
+        own = ('"create-keys"', "[apply-engines,")
+        assert all(any(one in line for one in own) for line in named), "only init containers have arguments"
 
 
 def test_bases_are_pinned_by_name_and_tag():
@@ -90,13 +92,13 @@ def test_no_secret_and_no_weights_but_the_embedded_model_get_into_an_image():
 
     assert copied == {
         *("pyproject.toml", "constraints.txt", "hatch_build.py", "README.md", "LICENSE"),
-        *("api", "kube", "operator", "runtime", "gateway", "models/tiny", "models/adapters"),
+        *("api", "kube", "operator", "runtime", "gateway", "agent", "models/tiny", "models/adapters"),
     }
     assert {f"!{path}" for path in copied} == {word for word in sent if word.startswith("!")}
     assert not [line for line in lines if line.startswith("ADD")]
     assert not re.search(r"(?i)password|passwd=|token=|secret", "\n".join(lines))
     assert "COPY models/tiny /opt/slipway/models/tiny" in lineage("runtime")
-    assert not [line for line in lineage("operator") + lineage("gateway") if "models" in line]
+    assert not [line for line in lineage("operator") + lineage("gateway") + lineage("agent") if "models" in line]
 
 
 def folders_of_the_checkout(name: str) -> dict[str, str]:
@@ -150,7 +152,7 @@ def test_only_the_runtime_for_gpus_ships_a_compiler():
         return {word for line in lineage(name) if "apt-get install" in line for word in line.split()}
 
     assert {"gcc", "libc6-dev", "python3-dev"} <= installed("runtime")
-    for name in ("operator", "gateway", "runtime-cpu"):
+    for name in ("operator", "gateway", "agent", "runtime-cpu"):
         assert installed(name).isdisjoint({"gcc", "g++", "python3-dev", "python3-venv"})
 
 
@@ -158,7 +160,7 @@ def test_dependencies_are_a_layer_of_their_own_before_slipway_itself():
     for name in SHIPPED:
         copies = [line.split()[-1] for line in lineage(name) if "--from=" in line]
         assert copies == ["/opt/slipway/venv", "/opt/slipway/app"]
-    for name in ("operator-dependencies", "gateway-dependencies", "runtime-dependencies"):
+    for name in ("operator-dependencies", "gateway-dependencies", "agent-dependencies", "runtime-dependencies"):
         assert [line for line in lineage(name) if line.startswith("COPY")] == ["COPY pyproject.toml constraints.txt ./"]
 
 

@@ -65,6 +65,7 @@ class OperatorProcess:
                 master_directory=cluster.master_directory,
                 gateway_key_directory=cluster.gateway_key_directory,
                 gateway_url="http://gateway",
+                agent_image="slipway/agent:test",
                 watch_namespaces=watch_namespaces,
             ),
             client,

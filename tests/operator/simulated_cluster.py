@@ -251,7 +251,8 @@ class SimulatedCluster:
         pod = self.server.get(PODS, replica.namespace, replica.pod)
         if pod is None or replica.pod not in self.runtimes:
             raise ConnectionRefusedError(replica.pod)
-        env = {one["name"]: one.get("value", "") for one in pod["spec"]["containers"][0]["env"]}
+        # Beside a foreign engine, slipway-agent has the digests.
+        env = {one["name"]: one.get("value", "") for box in pod["spec"]["containers"] for one in box["env"]}
         if not token_matches(headers[names.HEADER_ADMIN_TOKEN], env[names.ENV_ADMIN_TOKEN_SHA256].split(",")):
             return 401, b""
         runtime = self.runtimes[replica.pod]

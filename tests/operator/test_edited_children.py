@@ -12,8 +12,8 @@ import pytest
 
 from slipway_api import names
 from slipway_kube.resources import DISRUPTION_BUDGETS, EVENTS, NETWORK_POLICIES, SERVICES, Resource
+from tests.operator.serving_cluster import ready, serving_cluster
 from tests.operator.simulated_cluster import NAMESPACE, SimulatedCluster, simulated_cluster
-from tests.operator.test_reconciling import ready
 from tests.operator.virtual_time import run_in_virtual_time
 
 pytestmark = pytest.mark.capability("OP-16")
@@ -79,11 +79,7 @@ async def within_seconds(cluster: SimulatedCluster, condition: Callable[[], bool
 @pytest.mark.parametrize(("resource", "name"), CHILDREN, ids=[resource.kind for resource, _ in CHILDREN])
 def test_a_child_that_somebody_deletes_or_edits_is_restored_within_seconds_with_one_event(tmp_path, resource, name):
     async def story() -> None:
-        async with simulated_cluster(tmp_path) as cluster:
-            cluster.apply("chat", replicas=1)
-            cluster.start_operator()
-            await ready(cluster, replicas=1)
-            await cluster.quiet(5)
+        async with serving_cluster(tmp_path, replicas=1, quiet=5) as cluster:
             before = picture(cluster)
             assert set(before) == {one.kind for one, _ in CHILDREN}
 
@@ -103,11 +99,7 @@ def test_a_child_that_somebody_deletes_or_edits_is_restored_within_seconds_with_
 
 def test_a_foreign_service_in_place_of_a_deleted_one_is_reported_and_ours_is_back_once_it_is_gone(tmp_path):
     async def story() -> None:
-        async with simulated_cluster(tmp_path) as cluster:
-            cluster.apply("chat", replicas=1)
-            cluster.start_operator()
-            await ready(cluster, replicas=1)
-            await cluster.quiet(5)
+        async with serving_cluster(tmp_path, replicas=1, quiet=5) as cluster:
             before = picture(cluster)
             delete(cluster, SERVICES, "chat")
             theirs = cluster.server.put(
@@ -131,10 +123,7 @@ def test_a_foreign_service_in_place_of_a_deleted_one_is_reported_and_ours_is_bac
 
 def test_a_child_that_was_deleted_while_nobody_led_is_restored_by_the_next_leader(tmp_path):
     async def story() -> None:
-        async with simulated_cluster(tmp_path) as cluster:
-            cluster.apply("chat", replicas=1)
-            cluster.start_operator()
-            await ready(cluster, replicas=1)
+        async with serving_cluster(tmp_path, replicas=1) as cluster:
             before = picture(cluster)
             cluster.processes[-1].kill()
             for resource, name in CHILDREN:
@@ -147,11 +136,7 @@ def test_a_child_that_was_deleted_while_nobody_led_is_restored_by_the_next_leade
 
 def test_writes_of_ours_cause_no_reads_of_children(tmp_path):
     async def story() -> None:
-        async with simulated_cluster(tmp_path) as cluster:
-            cluster.apply("chat", replicas=2)
-            cluster.start_operator()
-            await ready(cluster, replicas=2)
-            await cluster.quiet(20)
+        async with serving_cluster(tmp_path, replicas=2, quiet=20) as cluster:
             began = len(cluster.server.requests)
             cluster.apply("chat", replicas=3)  # changes the disruption budget
             await ready(cluster, replicas=3)
@@ -220,10 +205,7 @@ def test_a_lost_right_to_write_is_reported_stops_nothing_else_and_is_forgotten_w
     """Issue 26, OP-16: RBAC for one kind is removed while a new revision rolls out."""
 
     async def story() -> None:
-        async with simulated_cluster(tmp_path) as cluster:
-            cluster.apply("chat", replicas=2)
-            cluster.start_operator()
-            await ready(cluster, replicas=2)
+        async with serving_cluster(tmp_path, replicas=2) as cluster:
             cluster.apply("other", replicas=1)
             await ready(cluster, "other", replicas=1)
             await cluster.quiet(20)

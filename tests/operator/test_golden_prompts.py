@@ -65,7 +65,7 @@ def test_a_quantized_revision_that_disagrees_too_much_gets_no_traffic_and_the_ev
             assert weights == {0}
             assert cluster.status("chat")["currentRevision"] == old
             told = [
-                one["note"] for one in cluster.server.objects(EVENTS, NAMESPACE) if one["reason"] == "CanaryRolledBack"
+                one["note"] for one in cluster.server.objects(EVENTS, NAMESPACE) if one["reason"] == "RolloutRolledBack"
             ]
             expected = "10.0% of 20 answers differ from the stable revision's, 5% allowed"
             assert any(URI in note and expected in note for note in told), told
@@ -86,9 +86,7 @@ def test_a_quantized_revision_that_agrees_gets_the_traffic(tmp_path):
             _, new = await quantized(cluster, lambda is_new, prompt: f"{ANSWER}{is_new and prompt == PROMPTS[3]}")
             await cluster.until(lambda: cluster.status("chat")["currentRevision"] == new, "the promotion")
             (passed,) = [
-                one["note"]
-                for one in cluster.server.objects(EVENTS, NAMESPACE)
-                if one["reason"] == "CanaryStepCompleted"
+                one["note"] for one in cluster.server.objects(EVENTS, NAMESPACE) if one["reason"] == "GatesPassed"
             ]
             assert "100.0% of 20 stored answers after 100.0%" in passed
             assert "5.0% of 20 answers differ" in passed
@@ -102,7 +100,7 @@ def test_without_the_config_map_the_revision_is_rolled_back_and_the_message_name
         async with simulated_cluster(tmp_path) as cluster:
             _, new = await quantized(cluster, lambda _is_new, _prompt: ANSWER)
             await cluster.until(lambda: cluster.status("chat").get("failedRevision") == new, "the rollback")
-            message = cluster.condition("chat", "CanaryHealthy")["message"]
+            message = cluster.condition("chat", "RolloutHealthy")["message"]
             assert f"the golden prompts of {URI} got no answer 5 times: ConfigMap chat-golden does not exist" in message
             assert cluster.prompted == []
 

@@ -5,8 +5,8 @@ import pytest
 from slipway_api import names
 from slipway_kube.resources import EVENTS
 from tests.operator.operator_process import OperatorProcess
+from tests.operator.serving_cluster import ready
 from tests.operator.simulated_cluster import NAMESPACE, SimulatedCluster, simulated_cluster
-from tests.operator.test_reconciling import ready
 from tests.operator.virtual_time import run_in_virtual_time
 
 WRONG = {"timeoutSeconds": 0}  # as an API server stores it that does not know this rule yet

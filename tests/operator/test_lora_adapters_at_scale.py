@@ -3,6 +3,7 @@
 import pytest
 
 from slipway_kube.resources import PODS
+from tests.operator.serving_cluster import ready
 from tests.operator.simulated_cluster import NAMESPACE, simulated_cluster
 from tests.operator.test_lora_adapters import (
     ROOM,
@@ -14,7 +15,6 @@ from tests.operator.test_lora_adapters import (
     routed,
     serving,
 )
-from tests.operator.test_reconciling import ready
 from tests.operator.virtual_time import run_in_virtual_time
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from slipway_kube.resources import DISRUPTION_BUDGETS, EVENTS, SERVICES
+from tests.operator.serving_cluster import ready
 from tests.operator.simulated_cluster import NAMESPACE, SimulatedCluster, simulated_cluster
-from tests.operator.test_reconciling import ready
 from tests.operator.virtual_time import run_in_virtual_time
 
 LLAMA = {"uri": "file:///models/tiny", "servedName": "llama"}

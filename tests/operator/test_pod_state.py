@@ -13,8 +13,8 @@ from slipway_kube.writer import Writer
 from slipway_operator.controller.kinds import Key
 from slipway_operator.controller.pod_state import PodStates, state_metadata
 from tests.fakes import FakeApiServer, InProcessClient
+from tests.operator.serving_cluster import ready
 from tests.operator.simulated_cluster import NAMESPACE, simulated_cluster
-from tests.operator.test_reconciling import ready
 from tests.operator.virtual_time import run_in_virtual_time
 
 OPERATOR = Path(slipway_operator.__file__).parent

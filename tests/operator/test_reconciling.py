@@ -7,6 +7,7 @@ import pytest
 from slipway_api import names
 from slipway_kube.errors import Unreachable
 from slipway_kube.resources import DISRUPTION_BUDGETS, EVENTS, INFERENCE_SERVICES, PODS, SERVICES
+from tests.operator.serving_cluster import ready, serving_cluster
 from tests.operator.simulated_cluster import NAMESPACE, SimulatedCluster, simulated_cluster
 from tests.operator.virtual_time import run_in_virtual_time
 
@@ -32,18 +33,6 @@ def test_an_applied_service_becomes_ready_pods_and_a_service(tmp_path):
     run_in_virtual_time(story())
 
 
-async def ready(cluster: SimulatedCluster, name: str = "chat", *, replicas: int) -> None:
-    await cluster.until(
-        lambda: (
-            len(cluster.serving(name)) == replicas == len(cluster.pods(name))
-            and cluster.status(name).get("readyReplicas") == replicas
-            and cluster.status(name).get("observedGeneration") == cluster.service(name)["metadata"]["generation"]
-            and cluster.condition(name, "Reconciling").get("status") != "True"
-        ),
-        f"{replicas} ready replicas of {name}",
-    )
-
-
 def versions(cluster: SimulatedCluster) -> dict[str, str]:
     """Every child with its version: what somebody touched has another one."""
     children = [one for kind in (PODS, SERVICES, DISRUPTION_BUDGETS) for one in cluster.server.objects(kind, NAMESPACE)]
@@ -53,12 +42,7 @@ def versions(cluster: SimulatedCluster) -> dict[str, str]:
 @pytest.mark.capability("OP-1")
 def test_a_service_at_rest_causes_no_write_and_applying_it_again_neither(tmp_path):
     async def story() -> None:
-        async with simulated_cluster(tmp_path) as cluster:
-            cluster.apply("chat", replicas=2)
-            cluster.start_operator()
-            await ready(cluster, replicas=2)
-            await cluster.quiet(10)
-
+        async with serving_cluster(tmp_path, replicas=2, quiet=10) as cluster:
             assert await cluster.quiet(120) == []
 
             cluster.apply("chat", replicas=2)
@@ -71,11 +55,8 @@ def test_a_service_at_rest_causes_no_write_and_applying_it_again_neither(tmp_pat
 @pytest.mark.capability("OP-1", "OP-7")
 def test_a_new_operator_touches_nothing_that_is_as_it_should_be(tmp_path):
     async def story() -> None:
-        async with simulated_cluster(tmp_path) as cluster:
-            cluster.apply("chat", replicas=2)
-            first = cluster.start_operator()
-            await ready(cluster, replicas=2)
-            await cluster.quiet(10)
+        async with serving_cluster(tmp_path, replicas=2, quiet=10) as cluster:
+            (first,) = cluster.processes
             before, spec = versions(cluster), cluster.service("chat")["spec"]
             await first.stop()
             cluster.start_operator()
@@ -116,10 +97,7 @@ def test_a_new_leader_lists_all_children_to_compare_them_and_asks_for_each_where
 @pytest.mark.capability("OP-7", "DD-1")
 def test_the_number_of_replicas_follows_the_spec_up_and_down_and_the_spec_is_never_written(tmp_path):
     async def story() -> None:
-        async with simulated_cluster(tmp_path) as cluster:
-            cluster.apply("chat", replicas=1)
-            cluster.start_operator()
-            await ready(cluster, replicas=1)
+        async with serving_cluster(tmp_path, replicas=1) as cluster:
             cluster.apply("chat", replicas=3)
             await ready(cluster, replicas=3)
             cluster.apply("chat", replicas=1)
@@ -136,10 +114,7 @@ def test_the_number_of_replicas_follows_the_spec_up_and_down_and_the_spec_is_nev
 
 def test_a_replica_drains_with_its_requests_before_it_is_deleted(tmp_path):
     async def story() -> None:
-        async with simulated_cluster(tmp_path) as cluster:
-            cluster.apply("chat", replicas=1)
-            cluster.start_operator()
-            await ready(cluster, replicas=1)
+        async with serving_cluster(tmp_path, replicas=1) as cluster:
             [name] = cluster.serving("chat")
             cluster.runtimes[name].running = 2
             cluster.apply("chat", replicas=0)
@@ -160,10 +135,7 @@ def test_a_replica_drains_with_its_requests_before_it_is_deleted(tmp_path):
 @pytest.mark.capability("AS-6")
 def test_a_draining_replica_is_labelled_as_serving_only_after_its_runtime_accepts_again(tmp_path):
     async def story() -> None:
-        async with simulated_cluster(tmp_path) as cluster:
-            cluster.apply("chat", replicas=2)
-            cluster.start_operator()
-            await ready(cluster, replicas=2)
+        async with serving_cluster(tmp_path, replicas=2) as cluster:
             before = set(cluster.serving("chat"))
             for name in before:
                 cluster.runtimes[name].running = 2
@@ -188,10 +160,7 @@ def test_a_draining_replica_is_labelled_as_serving_only_after_its_runtime_accept
 @pytest.mark.capability("AS-6")
 def test_a_replica_that_refuses_to_serve_again_is_replaced_and_never_routed_to(tmp_path):
     async def story() -> None:
-        async with simulated_cluster(tmp_path) as cluster:
-            cluster.apply("chat", replicas=2)
-            cluster.start_operator()
-            await ready(cluster, replicas=2)
+        async with serving_cluster(tmp_path, replicas=2) as cluster:
             for name in cluster.serving("chat"):
                 cluster.runtimes[name].running = 2
                 cluster.runtimes[name].is_ending = True
@@ -212,10 +181,7 @@ def test_a_replica_that_refuses_to_serve_again_is_replaced_and_never_routed_to(t
 
 def test_a_changed_model_surges_one_and_drains_one_until_all_are_new(tmp_path):
     async def story() -> None:
-        async with simulated_cluster(tmp_path) as cluster:
-            cluster.apply("chat", replicas=2)
-            cluster.start_operator()
-            await ready(cluster, replicas=2)
+        async with serving_cluster(tmp_path, replicas=2) as cluster:
             old = set(cluster.serving("chat"))
             cluster.most_live_pods = 0
             cluster.apply("chat", model={"uri": "file:///models/other"})
@@ -230,10 +196,7 @@ def test_a_changed_model_surges_one_and_drains_one_until_all_are_new(tmp_path):
 
 def test_deleting_a_service_drains_its_replicas_and_leaves_nothing(tmp_path):
     async def story() -> None:
-        async with simulated_cluster(tmp_path) as cluster:
-            cluster.apply("chat", replicas=2)
-            cluster.start_operator()
-            await ready(cluster, replicas=2)
+        async with serving_cluster(tmp_path, replicas=2) as cluster:
             for name in cluster.serving("chat"):
                 cluster.runtimes[name].running = 1
             cluster.delete("chat")
@@ -273,10 +236,8 @@ def test_an_action_that_the_api_server_refuses_stands_in_the_status_until_it_suc
 
 def test_a_pod_name_that_belongs_to_somebody_else_is_left_alone_and_the_next_one_is_used(tmp_path):
     async def story() -> None:
-        async with simulated_cluster(tmp_path) as cluster:
-            cluster.apply("chat", replicas=1)
-            operator = cluster.start_operator()
-            await ready(cluster, replicas=1)
+        async with serving_cluster(tmp_path, replicas=1) as cluster:
+            (operator,) = cluster.processes
             [name] = cluster.serving("chat")
             await operator.stop()
             cluster.server.forget(PODS, NAMESPACE, name)
@@ -293,10 +254,7 @@ def test_a_pod_name_that_belongs_to_somebody_else_is_left_alone_and_the_next_one
 
 def test_a_refused_pod_is_tried_again_also_when_the_status_of_that_pass_could_not_be_written(tmp_path):
     async def story() -> None:
-        async with simulated_cluster(tmp_path) as cluster:
-            cluster.apply("chat", replicas=1)
-            cluster.start_operator()
-            await ready(cluster, replicas=1)
+        async with serving_cluster(tmp_path, replicas=1) as cluster:
             refused = cluster.server.fail(method="POST", path=r"/pods$", status=403, message="exceeded quota")
             cut: list[str] = []
 
@@ -349,10 +307,7 @@ def test_gateways_that_go_are_seen_by_services_at_rest(tmp_path):
     """review/shipping.md 3: a fixed number of idle replicas wakes nobody, so the gateways have to."""
 
     async def story() -> None:
-        async with simulated_cluster(tmp_path) as cluster:
-            cluster.apply("chat", replicas=1)
-            cluster.start_operator()
-            await ready(cluster, replicas=1)
+        async with serving_cluster(tmp_path, replicas=1) as cluster:
             cluster.gateways = replace(cluster.gateways, answering=0)
             await cluster.until(lambda: cluster.condition("chat", "RouteReady")["reason"] == "NoGateway", "NoGateway")
             cluster.gateways = replace(cluster.gateways, answering=1)
@@ -363,10 +318,7 @@ def test_gateways_that_go_are_seen_by_services_at_rest(tmp_path):
 
 def test_a_child_that_somebody_changed_is_healed_by_the_next_resync(tmp_path):
     async def story() -> None:
-        async with simulated_cluster(tmp_path) as cluster:
-            cluster.apply("chat", replicas=1)
-            cluster.start_operator()
-            await ready(cluster, replicas=1)
+        async with serving_cluster(tmp_path, replicas=1) as cluster:
             cluster.server.delete(SERVICES, NAMESPACE, "chat")
             await cluster.until(lambda: bool(cluster.server.objects(SERVICES, NAMESPACE)), "the Service to come back")
 
@@ -375,10 +327,8 @@ def test_a_child_that_somebody_changed_is_healed_by_the_next_resync(tmp_path):
 
 def test_a_deletion_that_the_watch_missed_costs_one_pod_at_most_and_no_loop(tmp_path):
     async def story() -> None:
-        async with simulated_cluster(tmp_path) as cluster:
-            cluster.apply("chat", replicas=1)
-            operator = cluster.start_operator()
-            await ready(cluster, replicas=1)
+        async with serving_cluster(tmp_path, replicas=1) as cluster:
+            (operator,) = cluster.processes
             # kopf begins anew with a list after a gap, and never tells of what was deleted in it.
             cluster.server.forget(INFERENCE_SERVICES, NAMESPACE, "chat")
             writes = await cluster.quiet(60)
@@ -392,11 +342,8 @@ def test_a_deletion_that_the_watch_missed_costs_one_pod_at_most_and_no_loop(tmp_
 
 def test_a_change_that_the_watch_missed_is_found_by_the_next_resync_and_counted(tmp_path):
     async def story() -> None:
-        async with simulated_cluster(tmp_path) as cluster:
-            cluster.apply("chat", replicas=1)
-            operator = cluster.start_operator()
-            await ready(cluster, replicas=1)
-            await cluster.quiet(30)
+        async with serving_cluster(tmp_path, replicas=1, quiet=30) as cluster:
+            (operator,) = cluster.processes
             operator.manager.caches.heard = lambda *_: None  # a watch that is open and tells nothing
             cluster.apply("chat", replicas=2)
             await ready(cluster, replicas=2)
@@ -408,12 +355,7 @@ def test_a_change_that_the_watch_missed_is_found_by_the_next_resync_and_counted(
 
 def test_decisions_become_events_about_the_service(tmp_path):
     async def story() -> None:
-        async with simulated_cluster(tmp_path) as cluster:
-            cluster.apply("chat", replicas=1)
-            cluster.start_operator()
-            await ready(cluster, replicas=1)
-            await cluster.quiet(5)
-
+        async with serving_cluster(tmp_path, replicas=1, quiet=5) as cluster:
             events = cluster.server.objects(EVENTS, NAMESPACE)
             assert "ReplicaCreated" in {event["reason"] for event in events}
             assert all(event["regarding"]["name"] == "chat" for event in events)

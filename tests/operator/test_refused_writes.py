@@ -7,8 +7,8 @@ import pytest
 
 from slipway_api import names
 from slipway_kube.resources import DISRUPTION_BUDGETS, EVENTS, NODES, SERVICES
+from tests.operator.serving_cluster import ready
 from tests.operator.simulated_cluster import NAMESPACE, simulated_cluster
-from tests.operator.test_reconciling import ready
 from tests.operator.virtual_time import run_in_virtual_time
 
 pytestmark = pytest.mark.capability("OP-16")

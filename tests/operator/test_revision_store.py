@@ -3,8 +3,8 @@
 import pytest
 
 from slipway_kube.resources import CONTROLLER_REVISIONS, PODS
+from tests.operator.serving_cluster import ready
 from tests.operator.simulated_cluster import NAMESPACE, simulated_cluster
-from tests.operator.test_reconciling import ready
 from tests.operator.virtual_time import run_in_virtual_time
 
 

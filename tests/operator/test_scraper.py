@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from slipway_api.runtime_api import BlockCounts, QueueCounts, Signals, State
-from slipway_operator.core.observed import Capacity, Sample
+from slipway_api.runtime_api import AdapterInfo, BlockCounts, QueueCounts, Signals, State
+from slipway_operator.core.observed import Capacity, FailedAdapter, Sample
 from slipway_operator.inputs.scraper import Scraper, Target, matters
 from tests.operator.virtual_time import run_in_virtual_time
 
@@ -37,6 +37,7 @@ class Fleet:
         self.mute: set[str] = set()  # answer for their load, and not for their state
         self.described: list[str] = []
         self.boot_id = "boot"
+        self.adapters: tuple[AdapterInfo, ...] = ()  # of every replica
         self.asked: list[tuple[float, str]] = []
         self.news: Counter[str] = Counter()
         self.errors: list[Exception] = []
@@ -94,7 +95,7 @@ class Fleet:
         self.described.append(uid)
         if uid in self.mute:
             raise ConnectionError("reset by peer")
-        return a_state()
+        return a_state(adapters=self.adapters)
 
     def calls_of(self, uid: str) -> int:
         return sum(1 for _, who in self.asked if who == uid)
@@ -299,6 +300,39 @@ def test_what_a_replica_holds_is_asked_for_once_in_its_life():
         fleet.boot_id = "another engine"
         await asyncio.sleep(60)
         assert fleet.described == ["chat-0"] * 2
+        task.cancel()
+
+    run_in_virtual_time(story())
+
+
+@pytest.mark.capability("OP-18")
+def test_a_failed_adapter_is_looked_at_again_until_it_is_there():
+    fleet = Fleet()
+    fleet.load = {"chat-0": 0}
+    failed = AdapterInfo(name="sql", state="failed", reason="DownloadFailed", message="it does not exist")
+    fleet.adapters = (failed, AdapterInfo(name="chess", state="host"))
+
+    def known() -> tuple[FailedAdapter, ...] | None:
+        sample = fleet.scraper.sample("chat-0")
+        return sample.capacity.failed_adapters if sample is not None and sample.capacity is not None else None
+
+    async def story() -> None:
+        task = asyncio.create_task(fleet.run())
+        await asyncio.sleep(60)
+        assert known() == (FailedAdapter("sql", "DownloadFailed", "it does not exist"),)
+        news = fleet.news["chat"]
+        fleet.mute = {"chat-0"}
+        await asyncio.sleep(20)
+        assert known(), "no answer is no success"
+        assert fleet.news["chat"] == news, "an idle replica with the same failure wakes nobody"
+
+        fleet.mute, fleet.adapters = set(), (AdapterInfo(name="sql", state="host"),)
+        await asyncio.sleep(20)
+        assert known() == ()
+        assert fleet.news["chat"] == news + 1
+        asked = len(fleet.described)
+        await asyncio.sleep(60)
+        assert len(fleet.described) == asked
         task.cancel()
 
     run_in_virtual_time(story())

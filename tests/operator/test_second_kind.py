@@ -13,8 +13,8 @@ from slipway_operator.controller.kinds import Decision, Key, Memory, StoredObjec
 from slipway_operator.core.actions import AddFinalizer, ApplyChild, RemoveFinalizer
 from slipway_operator.inputs.caches import Inputs
 from slipway_operator.manager import KINDS, Registration
+from tests.operator.serving_cluster import ready
 from tests.operator.simulated_cluster import NAMESPACE, simulated_cluster
-from tests.operator.test_reconciling import ready
 from tests.operator.virtual_time import run_in_virtual_time
 
 

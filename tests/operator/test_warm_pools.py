@@ -113,17 +113,41 @@ def test_without_a_fit_pod_a_replica_is_started_cold_and_the_event_says_in_what_
 def test_policy_require_waits_for_a_pod_and_says_so(tmp_path):
     async def story() -> None:
         async with simulated_cluster(tmp_path) as cluster:
+            apply_pool(cluster, size=0)
             cluster.apply("chat", replicas=1, warmPool={"name": "pool", "policy": "Require"})
             cluster.start_operator()
             await cluster.until(lambda: bool(events(cluster, "WarmPoolMiss")), "the event")
             await cluster.quiet(60)
             assert cluster.live("chat") == []
-            assert "there is no WarmPool pool" in cluster.condition("chat", "Reconciling")["message"]
+            assert "no pod of WarmPool pool can be claimed" in cluster.condition("chat", "Reconciling")["message"]
             assert await cluster.quiet(200) == [], "waiting writes nothing"
 
             apply_pool(cluster, size=1)
             await cluster.until(lambda: cluster.serving("chat") == ["pool-warm-0"], "the claimed replica")
             assert len(events(cluster, "WarmPoolMiss")) <= 3
+
+    run_in_virtual_time(story())
+
+
+@pytest.mark.capability("OP-18")
+def test_a_required_pool_that_is_not_there_is_stalled_within_seconds_and_until_it_is_created(tmp_path):
+    async def story() -> None:
+        async with simulated_cluster(tmp_path) as cluster:
+            cluster.start_operator()
+            await cluster.quiet(30)
+            cluster.apply("chat", replicas=1, warmPool={"name": "pool", "policy": "Require"})
+            await cluster.quiet(5)
+            assert cluster.condition("chat", "Stalled")["reason"] == "PoolNotFound"
+            assert cluster.condition("chat", "Ready")["reason"] == "PoolNotFound"
+            await cluster.quiet(60)
+            assert await cluster.quiet(200) == [], "waiting writes nothing"
+            assert len(events(cluster, "PoolNotFound")) == 1
+
+            apply_pool(cluster, size=1)
+            await cluster.quiet(2)
+            assert cluster.condition("chat", "Stalled") == {}, "its creation wakes the service"
+            await cluster.until(lambda: cluster.serving("chat") == ["pool-warm-0"], "the claimed replica")
+            assert len(events(cluster, "PoolNotFound")) == 1
 
     run_in_virtual_time(story())
 

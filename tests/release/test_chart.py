@@ -8,7 +8,9 @@ import yaml
 from e2e.cluster import build
 from release import chart
 
-DIGESTS = {part: f"sha256:{number:064x}" for number, part in enumerate(("operator", "gateway", "runtime"), start=1)}
+DIGESTS = {
+    part: f"sha256:{number:064x}" for number, part in enumerate(("operator", "gateway", "agent", "runtime"), start=1)
+}
 VALUES = (chart.CHART / "values.yaml").read_text()
 
 
@@ -46,6 +48,7 @@ def test_every_image_of_the_packaged_chart_is_of_the_release(tmp_path):
     wanted = {part: f"registry.example/team/slipway/{part}@{digest}" for part, digest in DIGESTS.items()}
     assert images == {wanted["operator"], wanted["gateway"]}
     assert wanted["runtime"] in text
+    assert wanted["agent"] in text
     assert manifests[0] == {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "slipway-system"}}
     assert {"InferenceService", "WarmPool"} <= {
         one["spec"]["names"]["kind"] for one in manifests if one["kind"] == "CustomResourceDefinition"

@@ -148,7 +148,7 @@ async def test_an_engine_that_is_still_loading_does_not_outlive_the_process_that
     ("flag", "sentence"),
     [
         ("--kv-cache-bytes", "a KV cache of 1125899906842624 bytes"),
-        ("--kv-cache-host-bytes", "1125899906842624 bytes of host memory are asked for cold KV blocks"),
+        ("--kv-cache-host-bytes", "1125899906842624 bytes of host memory are requested for cold KV blocks"),
     ],
 )
 async def test_memory_that_does_not_last_is_one_sentence(flag: str, sentence: str):

@@ -173,6 +173,11 @@ volumes:
       {{- end }}
   - name: tmp
     emptyDir: {medium: Memory, sizeLimit: 64Mi}
+  {{- if and (eq .part "operator") .root.Values.engines.install }}
+  - name: engines
+    configMap:
+      name: {{ .root.Values.name }}-engines
+  {{- end }}
 {{- end -}}
 
 {{- define "slipway.commonEnv" -}}

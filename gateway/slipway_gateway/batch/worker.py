@@ -161,7 +161,7 @@ class BatchWorker:
             self._callers[id] = Caller(caller.tenant.model_copy(update={"priority": lowest}), f"batch {id}")
             await self._run(folder, record)
         except OSError as error:
-            log.error("a batch cannot go on", batch=id, error=error.strerror)
+            log.error("a batch cannot continue", batch=id, error=error.strerror)
         finally:
             self._callers.pop(id, None)
             os.close(lock)

@@ -407,7 +407,7 @@ class Executor:
     async def _undrain(self, key: Key, action: UndrainPod, address: Address) -> None:
         answer = await self._replicas.undrain(address)
         if answer.draining:
-            raise ReplicaRefused(200, f"{action.name} drains although it was asked to serve again")
+            raise ReplicaRefused(200, f"{action.name} still drains after the request to serve again")
         await self._states.mark_serving(key, action.name, action.uid)
 
     def _count(self, action: Action, outcome: str) -> None:

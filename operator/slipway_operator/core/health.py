@@ -122,6 +122,13 @@ class Member:
         """Whether it takes requests."""
         return self.stage is Stage.READY
 
+    @property
+    def is_unrouted(self) -> bool:
+        """Whether only its edited labels keep requests from it; the operator restores them."""
+        replica = self.replica
+        is_cut = replica.ready and not replica.is_routed and not _drains_by_its_own_word(replica)
+        return is_cut and self.stage is Stage.UNREADY
+
 
 def judge(
     replicas: Iterable[Replica],
@@ -150,6 +157,17 @@ def judge(
         )
         for one in ordered
     )
+
+
+def is_needed(member: Member, members: Collection[Member], must_stay: int) -> bool:
+    """Whether fewer than `must_stay` of `members` would serve without this one.
+
+    One with edited labels is needed if those with edited labels have to be counted to reach the number.
+    """
+    ready, unrouted = sum(one.is_ready for one in members), sum(one.is_unrouted for one in members)
+    if member.is_ready:
+        return ready <= must_stay
+    return member.is_unrouted and ready + unrouted <= must_stay
 
 
 def cheapest_to_lose(member: Member, nodes: Mapping[str, Node]) -> tuple[bool, int, bool, int, float, float, str]:

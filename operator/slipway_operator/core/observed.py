@@ -10,6 +10,7 @@ from datetime import datetime, timedelta
 from typing import Any, Final, Literal, NamedTuple
 
 from slipway_api import names
+from slipway_api.conditions import Reason
 from slipway_api.inference_service import DirectAccess, InferenceService
 from slipway_api.model_names import NameConflict
 from slipway_api.model_spec import Shape
@@ -17,6 +18,7 @@ from slipway_api.runtime_api import Signals, StartupTimes, State
 from slipway_operator.core.actions import Failure as Failure
 from slipway_operator.core.actions import SmokeResult
 from slipway_operator.core.adapter.observed import AttachedAdapter
+from slipway_operator.core.engines import EngineSeen
 from slipway_operator.core.labels import EditedLabel
 from slipway_operator.core.pulls import PullsSeen
 from slipway_operator.core.warm_pool.supply import WarmSupply
@@ -30,9 +32,17 @@ ServingDigests = Callable[[str, str], tuple[str, ...]]
 """(namespace, service) -> the SHA-256 digests of the serving tokens that its pods shall accept, one per key."""
 
 
+class FailedAdapter(NamedTuple):
+    """An adapter that a replica could not load."""
+
+    name: str
+    reason: str  # in one word, an AdapterReason
+    message: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """The capacity of one replica, fixed from its start to its end."""
+    """The capacity of one replica, fixed from its start to its end, and the result of its start."""
 
     max_sequences: int
     """Requests of full length at once: as many as fit the KV cache, at most `maxNumSeqs`."""
@@ -42,6 +52,8 @@ class Capacity:
     """Where the time of its start went; the same until the engine starts again."""
     warnings: tuple[str, ...] = ()
     """What costs quality or speed in the way that the model is loaded; sentences."""
+    failed_adapters: tuple[FailedAdapter, ...] = ()
+    """Those that it could not load before it was ready."""
 
     @classmethod
     def of(cls, state: State) -> "Capacity | None":
@@ -58,6 +70,9 @@ class Capacity:
             bytes_per_token=state.bytes_per_token,
             startup=state.startup,
             warnings=state.warnings,
+            failed_adapters=tuple(
+                FailedAdapter(one.name, one.reason, one.message) for one in state.adapters if one.state == "failed"
+            ),
         )
 
 
@@ -375,6 +390,7 @@ class Defaults:
     node_cache: NodeCache | None = None  # None: model.cache.policy Node is not permitted
     service_accounts: tuple[str, ...] = ()  # ServiceAccounts that a spec may name
     direct_access: DirectAccess = DirectAccess.OPEN  # of a new service; GatewayOnly: this gateway has tenants
+    agent_image: str = ""  # of slipway-agent, which stands beside foreign engines
     has_tenants: bool = False  # the gateway has API keys, so a name may mean another service to each tenant
 
 
@@ -394,6 +410,10 @@ class Observed:
     service: InferenceService  # its status as last written or read, whichever is newer
     fault: str = ""
     """Why the stored spec cannot be followed, naming the field; `service.spec` then holds only what could be read."""
+    fault_reason: Reason = Reason.INVALID_SPEC
+    """The reason of conditions for that fault."""
+    engine: EngineSeen | None = None
+    """The Engine that the spec names; None: our own runtime, or Engines are not read yet."""
     name_conflict: NameConflict | None = None
     """Why the gateway does not serve it under its served name; None: it does."""
     replicas: tuple[Replica, ...] = ()

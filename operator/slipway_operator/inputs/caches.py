@@ -54,6 +54,7 @@ from slipway_operator.core.observed import (
 )
 from slipway_operator.inputs.adapter_index import AdapterIndex
 from slipway_operator.inputs.disruption import NodeCounts
+from slipway_operator.inputs.engines import Engines
 from slipway_operator.inputs.labels import intended_state
 from slipway_operator.inputs.missing_kinds import MissingKinds
 from slipway_operator.inputs.observer import PodIndex, PoolKey, pool_of, service_of
@@ -141,6 +142,7 @@ class Caches:
         self.node_counts = NodeCounts()
         self.node_informer = Informer(client, NODES, Node, clock=monotonic, access=self.access)
         self.node_informer.on_change(self._saw_node)
+        self.engines = Engines(client, monotonic=monotonic)
         self._namespace_listeners: list[Callable[[str], None]] = []
         # With a list of namespaces these may not be listed, and no other one is served.
         self.namespace_informer = None if namespaces else Informer(client, NAMESPACES, Object, clock=monotonic)
@@ -255,6 +257,7 @@ class Caches:
             group.create_task(self.owned_pods.run())
             group.create_task(self.owned_revisions.run())
             group.create_task(self.node_informer.run())
+            group.create_task(self.engines.run())
             if self.namespace_informer is not None:
                 group.create_task(self.namespace_informer.run())
             group.create_task(self._check_when_wanted())
@@ -272,13 +275,15 @@ class Caches:
                 await asyncio.sleep(backoff.next_delay())
         await self.pod_informer.synced.wait()
         await self.revision_informer.synced.wait()
+        await self.engines.until_known()
         self._check_wanted.clear()
         self._is_filled = True
         log.info("caches are full", objects=len(self.known()), pods=len(self.pod_informer.cache))
 
     async def refresh(self) -> None:
         """Return after lists that began after this call: a standby's caches may lag, a leader's may not."""
-        await asyncio.gather(self.fill(), self.pod_informer.refresh(), self.revision_informer.refresh())
+        refreshes = (self.pod_informer.refresh(), self.revision_informer.refresh(), self.engines.refresh())
+        await asyncio.gather(self.fill(), *refreshes)
         await self._find_unselected()
 
     async def check(self) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import cast
 
+from slipway_api.engine_fields import SLIPWAY
 from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import ColdStart
 from slipway_api.model_names import ServiceNames
@@ -54,6 +55,7 @@ class InferenceServices:
         inputs.caches.on_revision_change(self._saw_revisions)
         inputs.caches.on_node_change(self._saw_node)
         inputs.caches.on_namespace(self._saw_namespace)
+        inputs.caches.engines.on_change(self._saw_engine)
 
     # --- changes of the caches ----------------------------------------------------------------------------------------
 
@@ -76,6 +78,13 @@ class InferenceServices:
     def _saw_namespace(self, name: str) -> None:
         """A name that begins with a namespace is that namespace's own, also before there is an object in it."""
         self._inputs.wake_objects(self._inputs.model_names.know_namespaces([name]))
+
+    def _saw_engine(self, name: str) -> None:
+        """An Engine came, changed or went: each service that names it is planned anew."""
+        for key in self._store.keys():  # noqa: SIM118  a method of the store
+            stored = self._store.get(key)
+            if stored is not None and engine_name(stored) == name:
+                self._inputs.wake(key, Urgency.NORMAL)
 
     def _saw_node(self, old: Node | None, new: Node | None) -> None:
         before = node_facts(old) if old is not None else None
@@ -110,6 +119,7 @@ class InferenceServices:
             service=reading.service,
             gpu_supply=read_supply(gpu, caches.nodes.values()) if needs_supply else None,
             fault=reading.fault,
+            engine=caches.engines.seen(reading.service.spec.runtime.engine),
             name_conflict=self._inputs.model_names.conflict_of_service(f"{key.namespace}/{key.name}"),
             replicas=replicas,
             nodes={
@@ -204,6 +214,14 @@ def served_name(stored: StoredObject) -> str:
     model = spec.get("model") if isinstance(spec, dict) else None
     name = model.get("servedName") if isinstance(model, dict) else None
     return name if name and isinstance(name, str) else str(stored.body["metadata"]["name"])
+
+
+def engine_name(stored: StoredObject) -> str:
+    """The engine of a stored object; also where its spec cannot be read."""
+    spec = stored.body.get("spec")
+    runtime = spec.get("runtime") if isinstance(spec, dict) else None
+    name = runtime.get("engine") if isinstance(runtime, dict) else None
+    return name if name and isinstance(name, str) else SLIPWAY
 
 
 def is_failure(old: Pod | None, new: Pod | None) -> bool:

@@ -120,7 +120,7 @@ class PrometheusSource:
         except Exception as exc:  # noqa: BLE001  whatever it answers, autoscaling goes on without it
             self._on_error(exc)
             if not self._is_away:  # once an outage, not every two seconds
-                log.warning("prometheus does not answer; replicas are asked directly", error=str(exc))
+                log.warning("prometheus does not answer; the operator calls the replicas", error=str(exc))
             self._is_away = True
             return
         if self._is_away:

@@ -1,6 +1,7 @@
 """The scraper: asks each replica for its signals at an interval, keeps the newest sample, and queues its service.
 
-A replica's capacity does not change while it runs, so it is read once, after the first answer of the replica.
+A replica's capacity does not change while it runs, so it is read once, after the first answer of the replica. If an
+adapter failed to load, it is read with each answer until the adapter is there.
 
 Busy and draining replicas are asked every 1.5 s, idle ones every 15 s, each at its own moment within the interval so
 that a fleet's calls spread out. What a gateway says of new requests wakes the idle replicas of the service at once: the
@@ -261,13 +262,15 @@ class Scraper(Generic[AddressT, KeyT]):
     ) -> Capacity | None:
         if signals.starting or target.is_starting:
             return None
-        if before is not None and before.boot_id == signals.boot_id and before.capacity is not None:
-            return before.capacity
+        is_same = before is not None and before.boot_id == signals.boot_id
+        known = before.capacity if is_same and before is not None else None
+        if known is not None and not known.failed_adapters:
+            return known
         try:
             return Capacity.of(await self._describe(target.address))
         except Exception as exc:  # noqa: BLE001  its load is known and counts; the next visit asks again
             log.debug("no state", replica=str(target.address), error=str(exc))
-            return None
+            return known
 
     def _leave_service(self, uid: str) -> None:
         known = self._targets.get(uid)

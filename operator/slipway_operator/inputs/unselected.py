@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from slipway_api import names
-from slipway_kube.cache import Change
+from slipway_kube.cache import Change, notify_all
 from slipway_kube.client import Client
 from slipway_kube.errors import KubeError, NotFound
 from slipway_kube.informer import Informer, OnChange
@@ -135,9 +135,4 @@ class OwnedObjects(Generic[T]):
         self._notify(Change.DELETED, self._unselected.pop(key), None)
 
     def _notify(self, change: Change, old: T | None, new: T | None) -> None:
-        for callback in self._callbacks:
-            try:
-                callback(change, old, new)
-            except Exception:
-                # As in the informer: one callback must not keep the others from being called.
-                log.exception("a listener failed", change=change)
+        notify_all(self._callbacks, change, old, new)

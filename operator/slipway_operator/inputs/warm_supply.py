@@ -29,6 +29,7 @@ class WarmSupplies:
         self._users: defaultdict[PoolKey, set[Key]] = defaultdict(set)
         inputs.caches.on_pod_change(self._saw_pod)
         inputs.caches.on_object_change(INFERENCE_SERVICES.kind, self._saw_service)
+        inputs.caches.on_object_change(WARM_POOLS.kind, self._saw_pool_object)
         inputs.on_pool_sample(self._wake_users)
 
     def of(self, service: InferenceService) -> WarmSupply | None:
@@ -40,7 +41,8 @@ class WarmSupplies:
         store = self._inputs.caches.stores.get(WARM_POOLS.kind)
         pool = store.get(Key(WARM_POOLS.kind, *key)) if store is not None else None
         if pool is None or pool.body["metadata"].get("deletionTimestamp"):
-            return WarmSupply(pool=wanted.name)
+            is_unreadable = WARM_POOLS.plural in self._inputs.caches.access.refused_in(key.namespace)
+            return WarmSupply(pool=wanted.name, is_unreadable=is_unreadable)
         pods = tuple(self._facts(pod) for pod in self._index.of(key) if waits(pod, pool.uid))
         return WarmSupply(pool=wanted.name, pool_uid=pool.uid, pods=pods, resource=_read(pool))
 
@@ -66,6 +68,11 @@ class WarmSupplies:
             name = _pool_name(stored)
             if name:
                 change(self._users[PoolKey(key.namespace, name)], key)
+
+    def _saw_pool_object(self, key: Key, old: StoredObject | None, new: StoredObject | None) -> None:
+        """A service that requires the pool is Stalled while there is none."""
+        if (old is None) != (new is None):
+            self._wake_users(PoolKey(key.namespace, key.name))
 
     def _wake_users(self, pool: PoolKey) -> None:
         """A pod of the pool has a news: a service that waits for one may have it."""

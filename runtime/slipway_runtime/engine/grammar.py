@@ -28,7 +28,9 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from slipway_runtime.engine.call_grammars import grammar_of_calls, with_options
 from slipway_runtime.messages import Grammar
 
-KINDS: Final = ("json_object", "json_schema", "regex", "choice", "lark", "structural_tag", "harmony", "calls")
+KINDS: Final = (
+    "json_object", "json_schema", "regex", "choice", "lark", "structural_tag", "harmony", "calls", "thought",
+)  # fmt: skip
 _REMEMBERED: Final = 64  # compiled grammars, and refusals, that are kept
 # Between the parts of JSON: a space, or a new line and its indentation. A weak model left free to go on with spaces
 # would do so until its tokens are spent.
@@ -58,6 +60,12 @@ start: message* (final | call)
 message: <|channel|> CHANNEL <|message|> TEXT <|end|> <|start|> "assistant"
 final: <|channel|> "final" <|message|> @format
 CHANNEL: /analysis|commentary/
+TEXT: /(.|\n)*/
+"""
+# An answer that may think before its grammar binds it, as vLLM has it. Models end their thoughts with line breaks.
+_THOUGHT: Final = r"""%llguidance {}
+start: START @answer
+GAP: /\n{0,2}/
 TEXT: /(.|\n)*/
 """
 _SCHEMA_INSIDE: Final = re.compile(r"%json\b\s*")
@@ -116,19 +124,23 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         source = self._source(grammar)
-        limits = _WRITTEN if grammar.kind == "lark" else _GENERATED
+        kinds = _kinds(grammar)
+        kind = next(kind for kind in kinds if kind != "thought")
+        limits = _WRITTEN if "lark" in kinds else _GENERATED
         matcher = LLMatcher(self.vocabulary, source, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # limits of the lexer show with the first mask
         if matcher.is_error():
-            raise GrammarRefusedError(f"the {grammar.kind} cannot be compiled: {_one_line(matcher.get_error())}")
+            raise GrammarRefusedError(f"the {kind} cannot be compiled: {_one_line(matcher.get_error())}")
         return matcher
 
     def _source(self, grammar: Grammar) -> str:
         """The grammar in llguidance's own form, after the limits that are cheap to check."""
         kind, text = grammar.kind, grammar.text
         if kind not in KINDS:
-            raise GrammarRefusedError(f"{kind!r} is no kind of grammar: {', '.join(KINDS)} are known")
+            raise GrammarRefusedError(f"{kind!r} is not a kind of grammar: {', '.join(KINDS)} are known")
+        if kind == "thought":
+            return self._thought(json.loads(text))
         size = len(text.encode("utf-8", "surrogatepass"))
         if size > self._limits.text_bytes:
             raise GrammarRefusedError(
@@ -155,6 +167,9 @@ class GrammarCompiler:
 
     def _written(self, text: str) -> str:
         """The Lark form of a grammar in Lark or in GBNF, which other servers accept."""
+        if text.lstrip().startswith("{"):
+            # llguidance would read its own JSON form here, in which a schema has none of our limits.
+            raise GrammarRefusedError("a grammar is written in Lark or GBNF, and neither begins with {")
         if not _OF_GBNF.search(text):
             own, schemas = _without_schemas(text)
             self._count_rules(own, ":")  # a colon in a string counts too, because only a parser could tell
@@ -252,7 +267,7 @@ class GrammarCompiler:
         """A Lark grammar whose `@format` is another grammar, if one is given."""
         if given is None:
             return LLMatcher.grammar_from_lark(lark)
-        [other] = json.loads(self._source(Grammar(kind=given["kind"], text=given["text"])))["grammars"]
+        [other] = self._parts(given)
         return json.dumps({"grammars": [{"name": "calls", "lark_grammar": lark}, other | {"name": "format"}]})
 
     def _marker(self, text: str) -> str:
@@ -278,9 +293,38 @@ class GrammarCompiler:
             lark += f'call_{number}: {header} (" " <|constrain|>? "json")? <|message|> %json {schema}\n'
         return self._with_format(lark, form)
 
+    def _parts(self, given: Any) -> list[Any]:
+        """llguidance's own form of a grammar inside of another: the first part may refer to the others by name."""
+        source = self._source(Grammar(kind=given["kind"], text=given["text"]))
+        return json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
+
+    def _thought(self, given: Any) -> str:
+        """`{"begin", "end", "is_open", "then"}`: text up to the marker `end`, then an answer that follows a grammar.
+
+        `is_open`: the prompt has begun the thought; else the answer may begin with one, after the marker `begin`.
+        """
+        begin, end = self._marker(given["begin"]), self._marker(given["end"])
+        thought = f"thought: TEXT {end}" if end.startswith("<") else f"thought[suffix={end}]: TEXT"
+        start = "thought GAP" if given["is_open"] else f"({begin} thought GAP)?"
+        lark = _THOUGHT.replace("START", start) + thought + "\n"
+        first, *others = self._parts(given["then"])
+        return json.dumps(
+            {"grammars": [{"name": "thought", "lark_grammar": lark}, first | {"name": "answer"}, *others]}
+        )
+
     def _is_special(self, text: str) -> bool:
         tokens = self.vocabulary.tokenize_str(text, parse_special=True)
         return len(tokens) == 1 and self.vocabulary.is_special_token(tokens[0])
+
+
+def _kinds(grammar: Grammar) -> tuple[str, ...]:
+    """The kind of a grammar, and of the one that it binds an answer with: after a thought, or instead of calls."""
+    if grammar.kind == "thought":
+        then = json.loads(grammar.text)["then"]
+        return grammar.kind, *_kinds(Grammar(kind=then["kind"], text=then["text"]))
+    given = json.loads(grammar.text) if grammar.kind in {"calls", "harmony"} else None
+    form = given.get("format") if isinstance(given, dict) else None
+    return (grammar.kind, form["kind"]) if form else (grammar.kind,)
 
 
 def _without_schemas(lark: str) -> tuple[str, list[Any]]:

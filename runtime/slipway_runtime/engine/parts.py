@@ -121,7 +121,7 @@ def make_tier(plan: EnginePlan, size: CacheSize) -> tuple[HostTier, HostArena] |
         raise DoesNotFitError(f"{asked} bytes of host memory hold no KV block of {block_bytes} bytes")
     if asked > (available := available_memory_bytes()):
         raise DoesNotFitError(
-            f"{asked} bytes of host memory are asked for cold KV blocks, and {available} are available: "
+            f"{asked} bytes of host memory are requested for cold KV blocks, and {available} are available: "
             "lower --kv-cache-host-bytes or give the container more memory"
         )
     arena = HostArena(num_blocks, block_bytes, plan.config.num_layers, plan.device)

@@ -234,7 +234,7 @@ def _number(key: str, value: object) -> float:
 def _pattern(raw: dict[str, Any], key: str) -> list[tuple[str, Any]]:
     pattern = raw.get(key) or {}
     if not isinstance(pattern, dict):
-        raise AdapterRefusedError(f"{CONFIG}: {key} is no JSON object")
+        raise AdapterRefusedError(f"{CONFIG}: {key} is not a JSON object")
     for name in pattern:
         # PEFT takes regular expressions here; one that never ends would block the loading of all other adapters.
         if not _PLAIN.fullmatch(name):

@@ -107,7 +107,7 @@ def read_adapter(
     raw_weights = _read(files.weights, most)
     found = digest_of(hashlib.sha256(raw_config).hexdigest(), hashlib.sha256(raw_weights).hexdigest())
     if digest and found != digest.lower():
-        raise AdapterRefusedError(f"the adapter has the digest {found}, and {digest} was asked for")
+        raise AdapterRefusedError(f"the adapter has the digest {found}, and {digest} was requested")
     if said.base_digest and base_digest is not None and said.base_digest.lower() != (ours := base_digest()):
         raise AdapterRefusedError(
             f"the adapter was made for a base model with the digest {said.base_digest[:80]}; this one has {ours}"
@@ -152,7 +152,7 @@ def _pairs(tensors: dict[str, Tensor], said: AdapterConfig, config: ModelConfig)
     for name, tensor in tensors.items():
         match = _TENSOR.fullmatch(name)
         if match is None:
-            raise AdapterRefusedError(f"{WEIGHTS} holds a tensor that is no matrix of a LoRA adapter: {name[:200]}")
+            raise AdapterRefusedError(f"{WEIGHTS} holds a tensor that is not a matrix of a LoRA adapter: {name[:200]}")
         if match[2] in halves.setdefault(match[1], {}):
             raise AdapterRefusedError(f"{WEIGHTS} holds lora_{match[2]} of {match[1][:200]} twice")
         halves[match[1]][match[2]] = tensor

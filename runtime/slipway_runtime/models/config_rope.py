@@ -159,7 +159,7 @@ def _longrope(block: dict[str, Any], trained: int, longest: int, turned: int) ->
     def factors(key: str) -> tuple[float, ...]:
         found = block[key]
         if not isinstance(found, list) or len(found) != turned // 2:
-            raise ModelRefusedError(f"config.json: {key} is no list of {turned // 2} numbers")
+            raise ModelRefusedError(f"config.json: {key} is not a list of {turned // 2} numbers")
         return tuple(number({key: value}, key) for value in found)
 
     return RopeScaling(

@@ -181,6 +181,7 @@ def accept(
             finish_reason=reason,
             stop_token_id=stop_token_id,
             finished_at=finished_at,
+            preemptions=sequence.preemptions,
         )
     sequence.first_token_at = now
     return Output(
@@ -196,6 +197,7 @@ def accept(
         scheduled_at=sequence.scheduled_at,
         first_token_at=now,
         finished_at=finished_at,
+        preemptions=sequence.preemptions,
     )
 
 
@@ -220,6 +222,7 @@ def ended(sequence: Sequence, reason: FinishReason, error: str, now: float) -> O
         queued_at=None if told else sequence.queued_at,
         scheduled_at=None if told else sequence.scheduled_at,
         finished_at=now,
+        preemptions=sequence.preemptions,
     )
 
 

@@ -1,8 +1,8 @@
 """Reads the text of one answer: reasoning, content and tool calls, token by token, and counts tokens of reasoning.
 
 The reasoning is split off first; what is left of the answer goes through the parser of tool calls. gpt-oss writes
-calls in channels too, so there one parser does both. Most grammars bind an answer from its first token: then it has no
-reasoning, even where its prompt has opened it.
+calls in channels too, so there one parser does both. Where a model thinks in tags, a grammar binds what follows the
+thought; an answer of gpt-oss that a grammar binds has no reasoning.
 """
 
 import json
@@ -16,6 +16,7 @@ from slipway_runtime.server.harmony import HarmonyParser
 from slipway_runtime.server.prompt import Prompt
 from slipway_runtime.server.reasoning import (
     BEGIN,
+    END,
     Begin,
     Part,
     ReasoningEvent,
@@ -40,7 +41,7 @@ class ReasoningUse:
     """How the reasoning of one request's answers is found, and whether the client gets it."""
 
     form: str = ""  # think or harmony; empty: an answer has none
-    is_bound: bool = False  # by a grammar, from the first token
+    is_bound: bool = False  # by a grammar, from the first token: there is no reasoning
     is_shown: bool = True
     has_logprobs: bool = True  # whether its tokens are among those of the answer
     continued: str | None = None  # the text of the last message, where it is continued
@@ -51,9 +52,19 @@ class ReasoningUse:
             functions = {tool.function.name for tool in tools.shown}
             return HarmonyParser(prompt.text, functions, most_calls=tools.most)
         if self.form == "think":
-            begins = Begin.EITHER if self.is_bound else beginning_of(prompt.text, continued=self.continued)
-            return ThinkParser(begins)
+            return ThinkParser(beginning_of(prompt.text, continued=self.continued))
         return None
+
+    def bound(self, grammar: Grammar, prompt: Prompt) -> Grammar:
+        """The grammar of a whole answer to this prompt, which may think before `grammar` binds it."""
+        if self.form != "think" or not binds_at_once(grammar):
+            return grammar
+        begins = beginning_of(prompt.text, continued=self.continued)
+        if begins is Begin.CONTENT:
+            return grammar
+        then = {"kind": grammar.kind, "text": grammar.text}
+        thought = {"begin": BEGIN, "end": END, "is_open": begins is Begin.REASONING, "then": then}
+        return Grammar(kind="thought", text=json.dumps(thought, ensure_ascii=False))
 
     def needs_special_tokens(self, tokenizer: Tokenizer) -> bool:
         """Whether the markers are special tokens, which are otherwise removed from the text."""

@@ -210,11 +210,13 @@ async def answer_chat(
     model = served.model
     tools = tool_use(body, model.prompts.template)
     bound = bound_of(body, tools)
-    if bound is not None:
-        await check_bound(model.grammars, bound, tools)
-        note_unenforced(http, unenforced_keywords(body, tools))
     reasoning = reasoning_use(body, model, bound[0] if bound is not None else None, route)
     prompt = await prompt_of(body, model, tools, http)
+    grammar: Grammar | None = None
+    if bound is not None:
+        grammar, field = reasoning.bound(bound[0], prompt), bound[1]
+        await check_bound(model.grammars, (grammar, field), tools)
+        note_unenforced(http, unenforced_keywords(body, tools))
     logprobs = LogprobWriter(model.prompts.tokens, as_ids=bool(body.return_tokens_as_token_ids))
     return await answer(
         Call(
@@ -227,7 +229,7 @@ async def answer_chat(
             arrived=arrived,
             prompt_field="messages",
             otherwise_max_tokens=None,
-            grammar=bound[0] if bound is not None else None,
+            grammar=grammar,
             keeps_special_tokens=tools.needs_special_tokens
             or reasoning.needs_special_tokens(model.prompts.files.tokenizer),
             dialect=dialect or OpenAIChunks(),
@@ -237,9 +239,10 @@ async def answer_chat(
 
 def reasoning_use(body: ChatRequest, model: LoadedModel, grammar: Grammar | None, route: str) -> ReasoningUse:
     """How the reasoning of the answers to a request is found."""
+    form = form_of(model.prompts.template.source, model.reasoning_parser)
     return ReasoningUse(
-        form=form_of(model.prompts.template.source, model.reasoning_parser),
-        is_bound=binds_at_once(grammar),
+        form=form,
+        is_bound=binds_at_once(grammar) and form != "think",
         is_shown=body.include_reasoning is not False,
         has_logprobs=route == "chat",  # the Responses API has logprobs of its messages only
         continued=body.messages[-1].text if body.continue_final_message else None,
@@ -255,8 +258,8 @@ async def count_prompt_tokens(http: Request, body: ChatRequest) -> int:
 async def prompt_of(body: ChatRequest, model: LoadedModel, tools: ToolUse, http: Request) -> Prompt:
     """The prompt of a conversation; raises ApiError 400 if none can be made. Notes an effort without effect."""
     bound = bound_of(body, tools)
-    is_bound = binds_at_once(bound[0] if bound is not None else None)
     form = form_of(model.prompts.template.source, model.reasoning_parser)
+    is_bound = form != "think" and binds_at_once(bound[0] if bound is not None else None)
     has_header = is_bound and form == "harmony" and body.add_generation_prompt
     prompt = await model.prompts.chat(
         body.messages,
@@ -288,6 +291,7 @@ def _template_arguments(body: ChatRequest, model: LoadedModel, http: Request, *,
             name = next((name for prefix, name in _EFFORT.items() if path.startswith(prefix)), "reasoning_effort")
             note_ignored(http, name)
     if is_bound:
-        # Read by the templates of Qwen3 and SmolLM3. A bound answer cannot think, so its prompt says that it does not.
+        # Read by the templates of Qwen3 and SmolLM3. Without a reasoning parser a grammar binds the thoughts too, so
+        # the prompt says that there are none.
         arguments |= {"enable_thinking": False}
     return arguments | (body.chat_template_kwargs or {})

@@ -73,7 +73,7 @@ class CompletionWriter:
         self._prompt = prompt
         self._scores = scores
         self._logprobs = logprobs
-        self._offset = 0  # offset in the text at which the next token begins
+        self._offsets = logprobs.offsets()
         self._echo_is_due = self._echoed_scores_are_due = bool(body.echo)
         self._prompt_ids_are_due = bool(body.return_token_ids)
 
@@ -110,7 +110,7 @@ class CompletionWriter:
         if self._echoed_scores_are_due:
             self._echoed_scores_are_due = False
             if deltas[0].token_ids and not deltas[0].logprobs:  # another replica has sent them, before a handover
-                self._offset = self._logprobs.length(self._prompt.token_ids)
+                self._offsets.take(self._prompt.token_ids)
             else:
                 sampled += self._scores.of(deltas)
                 ids += self._prompt.token_ids[: len(sampled)]
@@ -119,10 +119,8 @@ class CompletionWriter:
                 sampled += delta.logprobs
                 ids += delta.token_ids
             else:
-                self._offset += self._logprobs.length(delta.token_ids)  # sent by another replica, before a handover
-        written = self._logprobs.completion(sampled, ids, offset=self._offset)
-        self._offset += self._logprobs.length(ids)
-        return written
+                self._offsets.take(delta.token_ids)  # sent by another replica, before a handover
+        return self._logprobs.completion(sampled, ids, self._offsets)
 
     def _choice(self, text: str, delta: Delta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         finish = str(delta.finish_reason) if delta.finish_reason is not None else None

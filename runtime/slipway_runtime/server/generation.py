@@ -48,6 +48,7 @@ class Record:
     completion_tokens: int
     draft_tokens: int = 0  # verified for its answers
     accepted_tokens: int = 0  # of these
+    preemptions: int = 0  # of all its answers
     max_tokens: int
     finish_reason: FinishReason
     arrived: float
@@ -167,6 +168,7 @@ class Generation:
         self._scheduled_at: float | None = None
         self._first_token_at: float | None = None
         self._last_token_at: dict[int, float] = {}
+        self._preemptions: dict[int, int] = {}  # of the answers that were preempted
 
     @property
     def completion_tokens(self) -> int:
@@ -209,6 +211,7 @@ class Generation:
             completion_tokens=self.completion_tokens,
             draft_tokens=self.draft_tokens,
             accepted_tokens=self.accepted_tokens,
+            preemptions=sum(self._preemptions.values()),
             max_tokens=self._max_tokens,
             finish_reason=(broken or reasons)[-1],
             arrived=self._arrived,
@@ -230,6 +233,8 @@ class Generation:
             self.cached_tokens = output.cached_tokens
         self.draft_tokens += output.draft_tokens
         self.accepted_tokens += output.accepted_tokens
+        if output.preemptions:
+            self._preemptions[output.index] = output.preemptions
         if not output.token_ids:
             return
         if self._first_token_at is None:

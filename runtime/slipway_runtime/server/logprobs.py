@@ -3,6 +3,7 @@
 JSON has no infinity: a token with probability 0 has the logprob -9999, as in vLLM.
 """
 
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -39,18 +40,16 @@ class LogprobWriter:
             "refusal": None,
         }
 
-    def completion(self, sampled: Sequence[TokenLogprobs | None], ids: Sequence[int], *, offset: int) -> dict[str, Any]:
-        """`choices[].logprobs` of a completion; `offset`: where in the text the first token begins.
+    def completion(
+        self, sampled: Sequence[TokenLogprobs | None], ids: Sequence[int], offsets: "TextOffsets"
+    ) -> dict[str, Any]:
+        """`choices[].logprobs` of a completion; `offsets` knows the tokens before.
 
         `ids` run parallel to `sampled`; the first token of an echoed prompt has no logprob.
         """
         names = [self.name(token_id) for token_id in ids]
-        offsets = []
-        for token_id in ids:
-            offsets.append(offset)
-            offset += self.length([token_id])
         return {
-            "text_offset": offsets,
+            "text_offset": offsets.take(ids),
             "token_logprobs": [None if token is None else _finite(token.logprob) for token in sampled],
             "tokens": names,
             "top_logprobs": [None if token is None else self._top(token) for token in sampled],
@@ -60,13 +59,9 @@ class LogprobWriter:
         """vLLM's `prompt_logprobs`: for each token but the first, text and logprob by token id."""
         return [None if token is None else self._prompt_entry(token) for token in scored]
 
-    def length(self, ids: Sequence[int]) -> int:
-        """Characters that the tokens take in the answer's text, decoded one by one, as for `text_offset`."""
-        return sum(
-            len(self._tokens.text_of(token_id))
-            for token_id in ids
-            if not (self._hides_special and self._tokens.is_special(token_id))
-        )
+    def offsets(self) -> "TextOffsets":
+        """Offsets of the tokens of one answer, from its first one."""
+        return TextOffsets(self._tokens, hides_special=self._hides_special)
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = self._tokens.bytes_of(token_id)
@@ -88,6 +83,28 @@ class LogprobWriter:
             }
             for token_id, (logprob, rank) in ranked.items()
         }
+
+
+class TextOffsets:
+    """Where in the text of an answer each token begins: after the characters that the tokens before it complete.
+
+    A character may have its bytes in several tokens; all of them begin where the character does.
+    """
+
+    def __init__(self, tokens: TokenText, *, hides_special: bool) -> None:
+        self._tokens = tokens
+        self._hides_special = hides_special
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._length = 0  # of the text so far
+
+    def take(self, ids: Sequence[int]) -> list[int]:
+        """The offsets of the next tokens."""
+        offsets = []
+        for token_id in ids:
+            offsets.append(self._length)
+            if not (self._hides_special and self._tokens.is_special(token_id)):
+                self._length += len(self._decoder.decode(self._tokens.bytes_of(token_id)))
+        return offsets
 
 
 def _finite(logprob: float) -> float:

@@ -277,6 +277,9 @@ class Metrics:
         )
         self._max_tokens = self._histogram("request_params_max_tokens", "max_tokens of a request.", tokens)
         self._n = self._histogram("request_params_n", "n of a request.", (1, 2, 5, 10, 20))
+        self._preempted = self._histogram(
+            "request_num_preemptions", "How often a request was set back.", (0, 1, 2, 5, 10)
+        )
         self._iteration = self._histogram("iteration_tokens_total", "Tokens computed in one step.", _ITERATION)
         self._success = self._counter("request_success", "Requests that ended, by reason.", "finished_reason")
         self._refused = self._counter("admission_rejections", "Requests refused before the queue, by reason.", "reason")
@@ -359,6 +362,7 @@ class Metrics:
         self._longest.observe(record.longest_answer)
         self._max_tokens.observe(record.max_tokens)
         self._n.observe(record.n)
+        self._preempted.observe(record.preemptions)
         self._computed_kv.observe(record.prompt_tokens - record.cached_tokens)
         if record.scheduled_at is None or record.queued_at is None:
             return

@@ -70,10 +70,16 @@ def _kind_of_prompt(prompt: Any) -> str:
     return "texts" if isinstance(first, str) else "ids"
 
 
+def _prompt_text(value: Any) -> Any:
+    if not isinstance(value, str):
+        raise ValueError("a text, its token ids, or a list of either is needed")
+    return value
+
+
 _FIRST_ERROR: Final = Field(fail_fast=True)
 # A text, its token ids, or a list of either. Only the kind that a value is of is checked, up to its first error.
 Prompts = Annotated[
-    Annotated[str, Tag("text")]
+    Annotated[str, BeforeValidator(_prompt_text), Tag("text")]
     | Annotated[list[TokenId], _FIRST_ERROR, Tag("ids")]
     | Annotated[list[str], _FIRST_ERROR, Tag("texts")]
     | Annotated[list[Annotated[list[TokenId], _FIRST_ERROR]], _FIRST_ERROR, Tag("lists of ids")],

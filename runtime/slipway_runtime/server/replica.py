@@ -51,7 +51,7 @@ log = structlog.get_logger()
 
 HANG_CHECK_SECONDS: Final = 0.25  # how often a draining replica looks whether its engine hangs
 ENGINE_STOPPED: Final = "the engine of this replica has stopped"
-_ASLEEP: Final = "this replica sleeps until /wake_up is asked for"
+_ASLEEP: Final = "this replica sleeps until /wake_up is called"
 _STARTING: Final = {
     ReadyReason.BOOTING: "no model yet, and the engine process is importing torch and the kernels",
     ReadyReason.NO_MODEL: "no model yet: POST /model brings one",

@@ -15,6 +15,7 @@ _OTHER_TYPE: Final = frozenset(
     {"string_type", "list_type", "dict_type", "model_type", "int_type", "int_parsing", "int_from_float", "float_type",
      "float_parsing", "bool_type", "bool_parsing", "literal_error", "none_required"}
 )  # fmt: skip
+_SHOULD_BE: Final = "Input should be "
 _WHOLE_LIST: Final = 1 << 30  # later than any index
 
 
@@ -61,4 +62,13 @@ def _of_best_type(errors: Sequence[Any], depth: int) -> list[Any]:
         index = first["loc"][depth + 1]
         return True, index if isinstance(index, int) else 0, -len(own)
 
-    return max(of_types.values(), key=fit)
+    best = max(of_types.values(), key=fit)
+    if len(of_types) > 1 and not fit(best)[0]:
+        return [{**best[0], "msg": _of_no_type([own[0]["msg"] for own in of_types.values()])}]
+    return best
+
+
+def _of_no_type(messages: Sequence[str]) -> str:
+    """What is wrong with a value of none of a field's types: "Input should be a valid string or a valid list"."""
+    kinds = dict.fromkeys(message.removeprefix(_SHOULD_BE) for message in messages if message.startswith(_SHOULD_BE))
+    return _SHOULD_BE + " or ".join(kinds) if kinds else messages[0]

@@ -74,12 +74,12 @@ def parse(uri: str) -> Address:
     match parts.scheme:
         case "file":
             if parts.netloc not in {"", "localhost"} or not parts.path.startswith("/"):
-                raise FetchError(f"{shown(uri)} is no local path: write file:///absolute/path")
+                raise FetchError(f"{shown(uri)} is not a local path: write file:///absolute/path")
             return LocalModel(Path(unquote(parts.path)))
         case "hf":
             repository, _, revision = uri.removeprefix("hf://").partition("@")
             if repository.count("/") != 1 or not all(repository.split("/")):
-                raise FetchError(f"{shown(uri)} is no repository: write hf://organisation/name@revision")
+                raise FetchError(f"{shown(uri)} is not a repository: write hf://organisation/name@revision")
             return HubModel(repository, revision or None)
         case "s3":
             if not _BUCKET.fullmatch(parts.netloc) or parts.query or parts.fragment:
@@ -88,7 +88,7 @@ def parse(uri: str) -> Address:
         case "http" | "https":
             if "@" in parts.netloc or parts.query or parts.fragment or not parts.hostname:
                 raise FetchError(
-                    f"{shown(uri)} is no plain folder: write {parts.scheme}://host/folder, and put credentials into "
+                    f"{shown(uri)} is not a plain folder: write {parts.scheme}://host/folder, and put credentials into "
                     "the Secret that credentialsSecretRef names"
                 )
             return WebModel(uri.rstrip("/") + "/")

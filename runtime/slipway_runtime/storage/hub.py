@@ -95,7 +95,7 @@ class HubSource:
         except errors.RevisionNotFoundError as error:
             raise ModelNotFoundError(f"{self.name}: there is no such revision") from error
         except errors.HFValidationError as error:
-            raise FetchError(f"{self.name} is no name that a repository can have") from error
+            raise FetchError(f"{self.name} is not a name that a repository can have") from error
         except errors.HfHubHTTPError as error:
             status = error.response.status_code
             if status in {401, 403}:

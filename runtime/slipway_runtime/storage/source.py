@@ -186,7 +186,7 @@ def index_shards(raw: bytes) -> set[str]:
     try:
         shards = set(json.loads(raw)["weight_map"].values())
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise FetchError(f"{INDEX} is no index of shards") from error
+        raise FetchError(f"{INDEX} is not an index of shards") from error
     for shard in shards:
         if not isinstance(shard, str) or not fnmatch(shard, _WEIGHTS):
             raise FetchError(f"{INDEX} names a file that is no *.safetensors")
@@ -203,7 +203,7 @@ def check_name(name: str, where: str) -> None:
 def read_whole(source: Source, file: RemoteFile) -> bytes:
     """Read a small file into memory."""
     if file.size > MOST_INDEX_BYTES:
-        raise FetchError(f"{source.name}: {file.name} has {file.size} bytes, which is no list of files")
+        raise FetchError(f"{source.name}: {file.name} has {file.size} bytes, which is not a list of files")
     raw = b"".join(source.read(file, 0, file.size))
     if len(raw) != file.size:
         raise BrokenFileError(f"{source.name}: {file.name} has {file.size} bytes, and {len(raw)} came")

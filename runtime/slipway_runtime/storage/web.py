@@ -82,7 +82,7 @@ class Web:
             skip = 0
             if answer.status_code == 206:
                 if not answer.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
-                    raise FetchError(f"{urlsplit(url).netloc} sent another part of {_last(url)} than was asked for")
+                    raise FetchError(f"{urlsplit(url).netloc} sent another part of {_last(url)} than requested")
             else:
                 skip = start  # the server ignores ranges: skip the bytes that were read before
             left = end - start

@@ -5,7 +5,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from slipway_api import names
-from slipway_api.conditions import Reason
+from slipway_api.conditions import ConditionType, Reason, find_condition
 from slipway_api.rollout_spec import RolloutStrategy
 from slipway_operator.core.actions import DrainPod
 from slipway_operator.core.health import GONE_AFTER
@@ -13,6 +13,7 @@ from slipway_operator.core.observed import Observed
 from slipway_operator.core.service.plan import Plan, plan
 from slipway_operator.core.service.replicas.assign import SCALING_DOWN
 from slipway_operator.core.service.replicas.drain import GRACE_AFTER_DRAIN_SECONDS
+from slipway_operator.core.service.status.invalid import ADVICE
 from tests.builders import UID
 
 if TYPE_CHECKING:
@@ -21,11 +22,16 @@ if TYPE_CHECKING:
 
 
 def check_slots(world: "SimulatedCluster") -> None:
-    """At most two live replicas on a slot, and one where nothing was taken away or moved."""
+    """At most two live replicas on a slot, and one where nothing was taken away or moved.
+
+    A replica on a silent node does not count: its slot gets another one, and that may be lost or moved in its turn.
+    """
     if world.service is None:
         return
     slots: dict[tuple[str, int], list[SimulatedPod]] = {}
     for pod in world.live:
+        if (node := world.nodes.get(pod.replica.node)) is not None and not node.ready:
+            continue
         slots.setdefault((pod.replica.revision, pod.replica.slot), []).append(pod)
     counts = {slot: len(pods) for slot, pods in slots.items()}
     assert all(count <= 2 for count in counts.values()), f"a slot has more than two live replicas: {counts}"
@@ -97,12 +103,18 @@ def check_victims(made: Plan, observed: Observed) -> None:
         assert len(serving) - 1 >= least, f"{victims[0]} was still needed"
 
 
+def _is_left_alone(made: Plan) -> bool:
+    """Whether the plan changes nothing, because the spec has a fault."""
+    stalled = find_condition(made.status.conditions, ConditionType.STALLED) if made.status is not None else None
+    return stalled is not None and stalled.message.endswith(ADVICE)
+
+
 def check_weights(made: Plan, observed: Observed) -> None:
     """The traffic is split whole; nothing goes to a revision without ready replicas while another may serve.
 
     A revision that failed as canary gets nothing as soon as another one that had traffic is ready.
     """
-    if observed.service.is_being_deleted or made.status is None or observed.fault:
+    if observed.service.is_being_deleted or made.status is None or _is_left_alone(made):
         return
     before = {one.hash: one.weight for one in observed.service.status.revisions}
     after = made.status
@@ -125,10 +137,21 @@ def check_weights(made: Plan, observed: Observed) -> None:
         assert ready.get(after.update_revision), "a weight without a ready canary"
 
 
+def check_words(made: Plan, observed: Observed) -> None:
+    """Conditions and events speak of a canary only if the strategy is Canary; a verdict of before may stay."""
+    if made.status is None or observed.service.spec.rollout.strategy is RolloutStrategy.CANARY:
+        return
+    before = {one.type for one in observed.service.status.conditions}
+    new = [one for one in made.status.conditions if one.type not in before or one.reason == Reason.ROLLED_BACK]
+    told = [f"{one.type} {one.message}" for one in new]
+    told += [f"{event.reason.value} {event.message}" for event in made.events]
+    assert not [one for one in told if "canary" in one.lower()], "no canary is rolled out"
+
+
 def check_records(made: Plan, observed: Observed) -> None:
     """Without the record of the revision that served last, nothing takes its place unless a person promotes it."""
     before = observed.service.status
-    if observed.service.is_being_deleted or made.status is None or observed.fault:
+    if observed.service.is_being_deleted or made.status is None or _is_left_alone(made):
         return
     served = {one.hash for one in before.revisions if one.served}
     stored = {one.hash for one in observed.revisions}
@@ -172,7 +195,10 @@ def check_refusals_change_no_other_decision(made: Plan, observed: Observed, now:
 
     Except the number of replicas of an autoscaled service, which asks for no more while a pod is refused.
     """
-    if not observed.failures or observed.service.spec.autoscaling is not None:
+    if not observed.failures or made.status is None:
         return
     unaware = plan(replace(observed, failures=()), now)
+    if unaware.status is None or made.status.desired_replicas != unaware.status.desired_replicas:
+        assert observed.service.spec.autoscaling is not None, "a refusal changed a number that the spec fixes"
+        return
     assert made.actions == unaware.actions, "a refusal changed a decision"

@@ -14,6 +14,7 @@ from slipway_api import names
 from slipway_api.inference_service import InferenceService
 from slipway_api.vocabulary import CONDITIONS
 from slipway_operator.core.actions import Action, Event, SmokeResult, describe, events_of
+from slipway_operator.core.engines import see_engine
 from slipway_operator.core.lanes import in_order, lane_of, waits_for
 from slipway_operator.core.observed import (
     AccountingMemory,
@@ -83,6 +84,7 @@ class SimulatedCluster(Faults):
         self.broken_revisions: set[str] = set()  # those whose image cannot be pulled
         self.manifests: dict[str, dict[str, Any]] = {}  # by pod, the last one
         self.default_image = DEFAULTS.runtime_image
+        self.engines: dict[str, dict[str, Any]] = {}  # spec of each Engine by name
         self.created = 0
         self.refusing: set[str] = set()  # nodes whose device plugin refuses every pod
         self.cache = StaleCache()
@@ -110,6 +112,7 @@ class SimulatedCluster(Faults):
             disrupted=self.disrupted,
             revisions=tuple(self.revisions.values()),
             defaults=replace(DEFAULTS, runtime_image=self.default_image),
+            engine=see_engine(self.service.spec.runtime.engine, self.engines),
             token_digests=digests,
             serving_digests=serving_digests,
             nonce_seed=b"a seed for tests",
@@ -169,6 +172,7 @@ class SimulatedCluster(Faults):
         laws.check_victims(made, observed)
         laws.check_weights(made, observed)
         laws.check_records(made, observed)
+        laws.check_words(made, observed)
         laws.check_refusals_change_no_other_decision(made, observed, self.now)
         done, failures, stopped = list[Action](), list[Failure](), set[str]()
         for position, action in enumerate(in_order(made.actions) if self.refused else made.actions):
@@ -259,13 +263,14 @@ class SimulatedCluster(Faults):
             self.reconcile()
 
     def _is_woken(self) -> bool:
-        """As in the shell: by a change of the service, a pod, a node or demand, a sample that matters, or the clock."""
+        """As in the shell: by a change of service, engine, pod, node or demand, a sample that matters, or the clock."""
         demand = self.demand(self)
         facts = (
             demand and (demand.waiting_requests, demand.open_requests, demand.complete),
             self.service and (self.service.metadata, self.service.spec),
             tuple(self.cache.view(self._actual(), self.now).values()),
             tuple(self.nodes.values()),
+            dict(self.engines),
         )
         samples = [pod.sample for pod in self.pods.values() if pod.sample and pod.answers]
         is_busy = any(sample.draining or sample.requests for sample in samples) and self.now.second % 2 == 0

@@ -99,6 +99,8 @@ def happen(world, kind, number):
             world.run(number)
         case "edit":
             world.service = edited(world.service, runtime=STARTUP | {"maxModelLen": 100 * number})
+        case "scale" if world.service.spec.autoscaling is None:
+            world.service = edited(world.service, replicas=number)
         case "load":
             share(world, number)
         case "streams":

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from tests.builders import edited
 from tests.operator.core.test_properties import assert_at_rest, calm_down, happen, live, make
 
 pytestmark = pytest.mark.capability("OP-16")
@@ -16,6 +17,7 @@ OTHERS = ("AddFinalizer", "RestoreLabels")
 REASONS = ("Forbidden", "Invalid", "NameConflict", "InternalError", "TooManyRequests", "429", "418")
 KINDS = (
     "edit",
+    "scale",
     "load",
     "kill operator",
     "fail",
@@ -29,10 +31,12 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize("seed", [0, 1, 6, 15, 37])
-def test_refused_writes_among_other_faults_break_no_law(seed):
+@pytest.mark.parametrize("is_autoscaled", [False, True], ids=["fixed", "autoscaled"])
+@pytest.mark.parametrize("seed", [0, 1, 3, 6, 15, 37])
+def test_refused_writes_among_other_faults_break_no_law(seed, is_autoscaled):
     chance = random.Random(seed)
-    world = make(chance.choice([(1, 0), (0, 1), (2, 1)]), replicas=chance.choice([1, 2, 3]))
+    limits, replicas = chance.choice([(1, 0), (0, 1), (2, 1)]), chance.choice([1, 2, 3])
+    world = make(limits, replicas=None if is_autoscaled else replicas)
     world.reconcile()
     for _ in range(25):
         world.refused = {one: chance.choice(REASONS) for one in (*WRITES, *OTHERS) if chance.random() < 0.25}
@@ -83,3 +87,37 @@ def test_a_rollout_that_starts_while_a_replica_is_moved_starts_no_second_one_of_
     world.run(60)
 
     assert world.created == 3
+
+
+@pytest.mark.parametrize("refused", [{}, {"DrainPod": "Forbidden"}, {"DeletePod": "Forbidden"}], ids=str)
+@pytest.mark.parametrize("before", [2, 4])
+def test_a_replica_is_moved_when_the_surplus_of_a_scale_down_has_left(before, refused):
+    """Found by seed 3 above, autoscaled: a surplus replica could not be deleted, and another slot had two."""
+    world = make((1, 0), replicas=before)
+    world.reconcile()
+    world.run(20)
+    world.refused = refused
+    for node in world.nodes:
+        world.cordon(node)
+    world.service = edited(world.service, replicas=1)
+    for _ in range(60):
+        world.tick()  # at each creation: no more live replicas than desired and surge allow
+    assert len(world.live) == (before if "DrainPod" in refused else 2)
+
+    world.refused = {}
+    calm_down(world)
+    assert_at_rest(world)
+
+
+def test_a_slot_whose_replicas_are_lost_one_after_another_gets_a_third():
+    """Found by seed 3 above, autoscaled: the law counted replicas on nodes that do not answer."""
+    world = make((1, 0), replicas=1)
+    world.reconcile()
+    world.run(20)
+    for _ in range(2):
+        node = next(pod.replica.node for pod in world.live if world.nodes[pod.replica.node].ready)
+        world.lose_node(node)
+        world.run(34)  # NODE_LOST, and too short for the next replica to be ready
+    (third,) = (one for one in world.live if world.nodes[one.replica.node].ready)
+    assert len(world.live) == 3
+    assert third.replica.attempt == 2

@@ -36,6 +36,17 @@ def follows(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:
     return matcher.consume_tokens(compiler.vocabulary.tokenize_str(text)) and matcher.is_accepting()
 
 
+SCHEMA = {"kind": "json_schema", "text": '{"type": "integer"}'}
+CALLS = {"form": "hermes", "functions": [{"name": "w", "schema": None}], "is_free": False, "format": SCHEMA}
+A_CALL = '<tool_call>\n{"name": "w", "arguments": {}}\n</tool_call>'
+
+
+def thought(kind: str, text: str, *, is_open: bool) -> str:
+    """The text of a grammar that lets an answer think before another one binds it."""
+    then = {"kind": kind, "text": text}
+    return json.dumps({"begin": "<think>", "end": "</think>", "is_open": is_open, "then": then})
+
+
 TAG = {"triggers": ["<fn"], "structures": [{"begin": "<fn=add>", "schema": {"type": "integer"}, "end": "</fn>"}]}
 
 
@@ -67,6 +78,66 @@ def test_an_answer_follows_its_grammar(kind, text, good, bad, compiler):
     assert not follows(compiler, grammar, bad)
 
 
+@pytest.mark.capability("SO-1")
+@pytest.mark.parametrize(
+    ("kind", "text", "good", "bad"),
+    [
+        ("json_schema", SCHEMA["text"], "17", "seventeen"),
+        ("json_object", "", '{"a": 1}', "a"),
+        ("regex", "[a-c]{2}", "ab", "ad"),
+        ("choice", '["yes", "no"]', "yes", "maybe"),
+        ("lark", 'start: "a" b\nb: "c"', "ac", "ab"),
+        ("lark", 'root ::= "a" root "b" | "c"', "acb", "aab"),
+        ("calls", json.dumps(CALLS), A_CALL, "I call w."),
+        ("calls", json.dumps(CALLS), "17", "seventeen"),
+    ],
+)
+def test_an_answer_may_think_before_a_grammar_of_any_kind_binds_it(kind, text, good, bad, compiler):
+    """review/peer-suites.md 12f: as in vLLM, a grammar binds what follows the thought."""
+    opened, free = (Grammar(kind="thought", text=thought(kind, text, is_open=is_open)) for is_open in (True, False))
+    for grammar, begin in ((opened, ""), (free, "<think>")):
+        compiler.check(grammar)
+        for end in ("</think>", "</think>\n", f"hm < {good}</think>\n\n"):
+            assert follows(compiler, grammar, begin + end + good), end
+        assert not follows(compiler, grammar, f"{begin}hm</think>\n\n{bad}")
+        assert not follows(compiler, grammar, f"{begin}{good}"), "the thought has not ended"
+    assert follows(compiler, free, good)
+    assert not follows(compiler, free, bad)
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "json_object", "regex", "choice", "lark", "structural_tag"])
+def test_calls_leave_room_for_a_format_of_any_kind(kind, compiler):
+    """Only schemas were tried before: a choice beside tools was answered with 500."""
+    text, good = {
+        "json_schema": (SCHEMA["text"], "17"), "json_object": ("", "{}"), "regex": ("[ab]+", "ab"),
+        "choice": ('["yes", "no"]', "no"), "lark": ('start: "x"', "x"),
+        "structural_tag": (json.dumps(TAG), "I <fn=add>1</fn>"),
+    }[kind]  # fmt: skip
+    grammar = Grammar(kind="calls", text=json.dumps(CALLS | {"format": {"kind": kind, "text": text}}))
+    compiler.check(grammar)
+    assert follows(compiler, grammar, good)
+    assert follows(compiler, grammar, A_CALL)
+
+
+@pytest.mark.parametrize("wrap", ["plain", "thought", "calls"])
+def test_a_written_grammar_has_its_limits_inside_of_others_too(wrap, compiler):
+    text = empty_rules(240)
+    grammar = {
+        "plain": Grammar(kind="lark", text=text),
+        "thought": Grammar(kind="thought", text=thought("lark", text, is_open=True)),
+        "calls": Grammar(kind="calls", text=json.dumps(CALLS | {"format": {"kind": "lark", "text": text}})),
+    }[wrap]
+    with pytest.raises(GrammarRefusedError, match=r"the (lark|calls) cannot be compiled"):
+        compiler.check(grammar)
+
+
+def test_llguidances_own_form_is_no_written_grammar(compiler):
+    many = {"type": "object", "properties": {f"p{i}": {} for i in range(2000)}}
+    text = json.dumps({"grammars": [{"json_schema": many}]})
+    with pytest.raises(GrammarRefusedError, match=r"neither begins with \{"):
+        compiler.check(Grammar(kind="lark", text=" \n" + text))
+
+
 def nested(depth: int) -> dict:
     schema: dict = {"type": "string"}
     for _ in range(depth):
@@ -87,7 +158,7 @@ def empty_rules(count: int) -> str:
 
 
 REFUSED = {
-    "not a kind": ("yaml", "a: 1", "'yaml' is no kind of grammar"),
+    "not a kind": ("yaml", "a: 1", "'yaml' is not a kind of grammar"),
     "not JSON": ("json_schema", '{"type": ', "the json_schema is not JSON"),
     "not a schema": ("json_schema", "[1]", "the json_schema must be a JSON object"),
     "unknown type": ("json_schema", '{"type": "foo"}', "Invalid type: foo"),

@@ -167,5 +167,5 @@ def test_off_unless_asked_and_a_size_that_cannot_be_is_refused(model):
     assert (engine.facts.host_blocks, engine.stats(0.0).host_active) == (0, False)
     with pytest.raises(DoesNotFitError, match="100 bytes of host memory hold no KV block of 6144 bytes"):
         an_engine(base, blocks=12, kv_cache_host_bytes=100)
-    with pytest.raises(DoesNotFitError, match="are asked for cold KV blocks, and"):
+    with pytest.raises(DoesNotFitError, match="are requested for cold KV blocks, and"):
         an_engine(base, blocks=12, kv_cache_host_bytes=1 << 60)

@@ -122,7 +122,7 @@ def test_a_description_that_cannot_be_honoured_is_refused(config, sentence, base
         (rename("self_attn.q_proj", "embed_tokens"), {"target_modules": "x"}, "changes embed_tokens"),
         (rename("layers.1.", "layers.7."), {}, "another base model: it changes layer 7, .* the layers 0 to 1"),
         (rename("layers.1.", "blocks.1."), {}, "another base model: there is no model.blocks.1"),
-        (rename("lora_A.weight", "lora_magnitude_vector"), {}, "is no matrix of a LoRA adapter"),
+        (rename("lora_A.weight", "lora_magnitude_vector"), {}, "is not a matrix of a LoRA adapter"),
         (lambda t: t.pop(Q0 + "B.weight"), {}, "lacks lora_B of model.layers.0.self_attn.q_proj"),
         (lambda t: t.update({Q0 + "A.default.weight": t[Q0 + "A.weight"].clone()}), {}, "holds lora_A of .* twice"),
         (lambda t: t.clear(), {}, "holds no tensors"),
@@ -264,7 +264,7 @@ def test_the_digest_is_of_the_content_and_reading_checks_it(base, folder, tmp_pa
     assert adapter_digest(tmp_path / "elsewhere") == digest == read(tmp_path / "elsewhere", base, digest=digest).digest
     change(tmp_path / "elsewhere", lora_alpha=9)
     assert adapter_digest(tmp_path / "elsewhere") != digest
-    with pytest.raises(AdapterRefusedError, match=f"the adapter has the digest sha256:.*, and {digest} was asked for"):
+    with pytest.raises(AdapterRefusedError, match=f"the adapter has the digest sha256:.*, and {digest} was requested"):
         read(tmp_path / "elsewhere", base, digest=digest)
 
 

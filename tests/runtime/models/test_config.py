@@ -60,7 +60,7 @@ def test_old_and_new_spellings_of_rope_mean_the_same():
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "lacks short_factor"),
         (
             {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
-            "short_factor is no list of 4 numbers",
+            "short_factor is not a list of 4 numbers",
         ),
         ({"rope_scaling": {"type": ["yarn"]}}, r"rope_type \['yarn'\] is not supported"),
         ({"rope_scaling": {"type": "linear", "factor": 4.0, "beta_fast": 2}}, "'linear' with beta_fast is not"),

@@ -386,12 +386,15 @@ async def test_an_adapter_that_does_not_load_at_the_start_is_told_once_and_keeps
         with structlog.testing.capture_logs() as logged:
             await load_adapters(replica.models[0], [BootAdapter("b", f"file://{folders}/broken")])
         replica.replica.ready_with(replica.models[0], StartupTimes())
+        [known] = replica.models[0].adapters.infos()
         answers = [(await replica.chat(model=name, max_tokens=1)).status_code for name in ("tiny", "b")]
 
     [line] = [entry for entry in logged if "adapter" in entry["event"]]
     assert (line["log_level"], line["event"], line["adapter"]) == ("warning", "adapter not loaded", "b")
     assert line["reason"].startswith("the adapter cannot be used")
     assert answers == [200, 503]
+    assert (known.name, known.state, known.reason) == ("b", "failed", "EngineRejected"), "as /state has it"
+    assert known.message == line["reason"]
 
 
 WIDE = {"name": "x", "uri": "file://{root}/wide", "version": "v1"}

@@ -43,6 +43,9 @@ REQUESTS = {
 }
 
 
+STEPS, ENDED = "vllm:num_preemptions", "vllm:request_num_preemptions"
+
+
 @dataclass
 class Said:
     """What arrived of an answer."""
@@ -94,11 +97,13 @@ async def go_on(http: httpx.AsyncClient, replica: Process, body: dict[str, Any],
     return Said(before.text + rest.text, before.token_ids + rest.token_ids, rest.finish_reason, rest.error, rest.id)
 
 
-async def preemptions(http: httpx.AsyncClient, replica: Process) -> float:
+async def preemptions(http: httpx.AsyncClient, replica: Process) -> tuple[float, float]:
+    """How often the replica preempted answers, by its steps and by the requests that have ended."""
     listening = await replica.logged("listening")
     text = (await http.get(f"http://127.0.0.1:{listening['admin_port']}/metrics")).text
     families = {family.name: family for family in text_string_to_metric_families(text)}
-    return sum(sample.value for sample in families["vllm:num_preemptions"].samples if sample.name.endswith("_total"))
+    samples = {s.name: s.value for name in (STEPS, ENDED) for s in families[name].samples}
+    return samples[f"{STEPS}_total"], samples[f"{ENDED}_sum"]
 
 
 @dataclass
@@ -137,7 +142,8 @@ async def test_the_same_request_has_the_same_answer_in_a_crowd(deployment: Deplo
     bodies = [*crowd, *REQUESTS.values()]
     said = await asyncio.gather(*(hear(deployment.http, replica, body) for body in bodies))
     assert [without_id(each) for each in said[len(crowd) :]] == list(deployment.answers.values())
-    preempted = await preemptions(deployment.http, replica) - before
+    preempted, told = (x - y for x, y in zip(await preemptions(deployment.http, replica), before, strict=True))
+    assert told == preempted, "each request tells its own preemptions"
     assert (preempted > 0) == (where == "other"), "the small pool has to take blocks back, and nobody sees it"
 
 

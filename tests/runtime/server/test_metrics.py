@@ -35,6 +35,7 @@ HISTOGRAMS = [
     "vllm:request_max_num_generation_tokens",
     "vllm:request_params_max_tokens",
     "vllm:request_params_n",
+    "vllm:request_num_preemptions",
     "vllm:iteration_tokens_total",
 ]
 

@@ -119,26 +119,88 @@ async def test_reasoning_can_be_left_out(qwen: Running):
     assert stream["usage"].completion_tokens_details.reasoning_tokens > 4
 
 
+SIZES = {"type": "object", "properties": {"size": {"enum": ["S", "M"]}}, "required": ["size"]}
+FORM = {
+    "type": "json_schema",
+    "json_schema": {"name": "size", "schema": SIZES | {"additionalProperties": False}},
+}
+
+
+def begun(replica: Running, text: str) -> dict[str, Any]:
+    """Fields of a request whose answer has begun with this text."""
+    ids = replica.models[0].prompts.files.tokenizer.encode(text, add_special_tokens=False).ids
+    return {"slipway_resume": {"answers": [{"output_token_ids": ids}]}}
+
+
+async def continued(replica: Running, text: str, **fields: Any) -> dict[str, Any]:
+    """The choice of an answer that began with this text; the grammar alone decides what may follow."""
+    body = ASK | fields | begun(replica, text)
+    answer = await replica.post("/v1/chat/completions", body, headers={HEADER_TOKEN_IDS: RESUME})
+    assert answer.status_code == 200, answer.text
+    [choice] = answer.json()["choices"]
+    return choice
+
+
 @pytest.mark.capability("SO-1")
-async def test_a_schema_binds_the_answer_from_its_first_token(deepseek: Running, qwen: Running, gpt_oss: Running):
-    schema = {"type": "object", "properties": {"size": {"enum": ["S", "M"]}}, "required": ["size"]}
-    form = {"type": "json_schema", "json_schema": {"name": "size", "schema": schema | {"additionalProperties": False}}}
+@pytest.mark.parametrize("model", ["deepseek", "qwen"])
+async def test_a_schema_binds_what_follows_the_thought(model: str, request: pytest.FixtureRequest):
+    """review/peer-suites.md 12f. DeepSeek's prompt opens the thought, Qwen3's leaves it to the model."""
+    replica: Running = request.getfixturevalue(model)
+    thought = 'Is it { "size": 7 }?\n</think>\n\n' if model == "deepseek" else "<think>\nHm.\n</think>\n\n"
+    choice = await continued(replica, thought, response_format=FORM)
+
+    assert json.loads(choice["message"]["content"])["size"] in {"S", "M"}
+    assert choice["message"]["reasoning"] == ('Is it { "size": 7 }?' if model == "deepseek" else "Hm.")
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.capability("SO-1")
+async def test_a_thought_counts_against_max_tokens(deepseek: Running):
+    choice = await continued(deepseek, "I wonder", response_format=FORM, max_tokens=12)
+
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["reasoning"].startswith("I wonder")
+    assert not choice["message"]["content"]
+
+
+@pytest.mark.capability("SO-1")
+async def test_a_schema_binds_an_answer_without_thoughts_from_its_first_token(qwen: Running, gpt_oss: Running):
     prompts = []
-    for replica in (deepseek, qwen, gpt_oss):
+    for replica, fields in ((qwen, {"reasoning_effort": "none"}), (gpt_oss, {})):
         with saying(replica, "") as requests:
-            stream = await streamed(replica, response_format=form)
+            stream = await streamed(replica, response_format=FORM, **fields)
         prompts.append(prompt_of(replica, requests[0]))
 
         assert json.loads(stream["content"])["size"] in {"S", "M"}
         assert stream["reasoning"] == ""
-    assert prompts[1].endswith("<|assistant|><think>\n\n</think>\n\n"), "a template with a switch has it off"
-    assert prompts[2].endswith("<|start|>assistant<|channel|>final<|message|>")
+    assert prompts[0].endswith("<|assistant|><think>\n\n</think>\n\n"), "a template with a switch has it off"
+    assert prompts[1].endswith("<|start|>assistant<|channel|>final<|message|>")
 
 
-async def test_a_grammar_may_have_think_tags_of_its_own(qwen: Running):
-    answer = await streamed(qwen, extra_body={"structured_outputs": {"choice": ["<think>A</think>B"]}})
+@pytest.mark.capability("SO-1")
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+async def test_a_forced_call_may_think_first(qwen: Running, deepseek: Running, choice: Any):
+    """In the form of the model (qwen), and as a list or its arguments alone where the template shows no tools."""
+    for replica, thought in ((qwen, "<think>\nWhere?\n</think>\n\n"), (deepseek, "Where?\n</think>\n\n")):
+        answer = await continued(replica, thought, tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False)
 
-    assert (answer["reasoning"], answer["content"]) == ("A", "B")
+        [call] = answer["message"]["tool_calls"]
+        assert call["function"]["name"] == "weather"
+        assert json.loads(call["function"]["arguments"]).keys() == {"size", "count"}
+        assert answer["message"]["reasoning"] == "Where?"
+
+
+async def test_without_a_reasoning_parser_a_grammar_binds_the_thoughts_too(qwen: Running):
+    loaded = qwen.replica.loaded
+    qwen.replica.loaded = replace(loaded, reasoning_parser="none")
+    try:
+        with saying(qwen, "") as requests:
+            stream = await streamed(qwen, response_format=FORM)
+    finally:
+        qwen.replica.loaded = loaded
+
+    assert json.loads(stream["content"])["size"] in {"S", "M"}
+    assert prompt_of(qwen, requests[0]).endswith("<|assistant|><think>\n\n</think>\n\n")
 
 
 async def test_a_replica_may_look_for_no_reasoning(qwen: Running):

@@ -191,7 +191,7 @@ def test_a_file_that_arrives_broken_is_refused_and_fetched_again(hub: Hub, tmp_p
     [
         ("hf://org/nothing@v1", "does not exist", ModelNotFoundError),
         ("hf://org/gated@main", "asks for credentials, or for its terms", AccessDeniedError),
-        ("hf://org/..@main", "is no name that a repository can have", FetchError),
+        ("hf://org/..@main", "is not a name that a repository can have", FetchError),
         ("hf://org/tiny@v9", "no such revision", ModelNotFoundError),
         ("hf://org/pickled@main", "pickled weights", FetchError),
     ],

@@ -235,7 +235,7 @@ def test_a_file_that_changes_on_its_way_is_refused(origin: Origin, tmp_path: Pat
         ({WEIGHTS: None, "/tiny/config.json": None, "/tiny/tokenizer.json": None}, "has no model at /tiny/",
          ModelNotFoundError),
         ({WEIGHTS: None}, r"has no \*\.safetensors", ModelNotFoundError),
-        ({"/tiny/model.safetensors.index.json": b"[]"}, "is no index of shards", FetchError),
+        ({"/tiny/model.safetensors.index.json": b"[]"}, "is not an index of shards", FetchError),
         ({"/tiny/model.safetensors.index.json": b'{"weight_map": {"a": "../x.safetensors"}}'}, "leads elsewhere",
          FetchError),
         ({"/tiny/model.safetensors.index.json": b'{"weight_map": {"a": "/etc/x.safetensors"}}'}, "leads elsewhere",
@@ -244,7 +244,7 @@ def test_a_file_that_changes_on_its_way_is_refused(origin: Origin, tmp_path: Pat
          FetchError),
         ({"/tiny/model.safetensors.index.json": b'{"weight_map": {"a": 7}}'}, r"that is no \*\.safetensors",
          FetchError),
-        ({"/tiny/model.safetensors.index.json": b" " * (17 << 20)}, "which is no list of files", FetchError),
+        ({"/tiny/model.safetensors.index.json": b" " * (17 << 20)}, "which is not a list of files", FetchError),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_folder_is_said_in_a_sentence(

@@ -100,7 +100,7 @@ def unwanted_step(observed: AdapterObserved, pod: AdapterPod, now: datetime) -> 
     propagation = timedelta(seconds=observed.base.propagation_seconds if observed.base else 0)
     unrouted_at = observed.unrouted.get(pod.uid, now)
     if now < unrouted_at + propagation:
-        message = "routers are told first"
+        message = "routers are informed first"
         return Step(pod=pod, entry=_entry(pod, PodState.UNLOADING, message), again_at=unrouted_at + propagation)
     draining = [info for info in left if info.state == "draining"]
     if len(draining) == len(left):

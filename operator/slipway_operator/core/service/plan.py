@@ -29,7 +29,7 @@ from slipway_operator.core.actions import (
     earliest,
     events_of,
 )
-from slipway_operator.core.health import GONE_AFTER, Limits, Member, Stage, judge, next_change
+from slipway_operator.core.health import GONE_AFTER, Limits, Member, Stage, is_needed, judge, next_change
 from slipway_operator.core.observed import Observed, PastRecommendation, ScalingMemory
 from slipway_operator.core.scaling.target import find_target, set_replicas
 from slipway_operator.core.service.children import children
@@ -44,6 +44,7 @@ from slipway_operator.core.service.replicas.edited import restore_edited
 from slipway_operator.core.service.replicas.pod import build_pod, pod_name
 from slipway_operator.core.service.replicas.undrain import take_back
 from slipway_operator.core.service.rollout import steps as rollout
+from slipway_operator.core.service.rollout.engine import choose_engine
 from slipway_operator.core.service.rollout.revision import (
     Revision,
     create_revision,
@@ -97,12 +98,12 @@ def plan(observed: Observed, now: datetime) -> Plan:
     restored = restore_edited(observed, now)
     if service.is_being_deleted:
         return _drain_all(observed, members, restored, now)
-    if fault := observed.fault or _find_account_fault(observed, service.spec):
-        observed = replace(observed, fault=fault)
-        return _leave_alone(observed, members, restored, now)
-
     records = load_revisions(service, observed.revisions)
-    asked = choose_revision(service, observed.defaults.runtime_image, records.readable, now)
+    engine = choose_engine(observed, records.readable)
+    if fault := observed.fault or _find_account_fault(observed, service.spec) or engine.stops:
+        observed = replace(observed, fault=fault, fault_reason=engine.reason_of(fault))
+        return _leave_alone(observed, members, restored, now)
+    asked = choose_revision(service, observed.defaults.runtime_image, records.readable, now, engine.pinned)
     revision = asked.revision
     target = choose_target(service, revision, records.readable, records.unreadable)
     scale = find_target(observed, members, capacity_shortage=find_capacity_shortage(observed, members), now=now)
@@ -130,6 +131,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
     decided = Decided(
         members=members,
         cache=cache,
+        engine_fault=engine.fault,
         facts=facts,
         target=target,
         scale=scale,
@@ -175,7 +177,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
         actions=steps.actions,
         status=status,
         notes=(
-            *wait_events(service.status, decided.pool_wait),
+            *wait_events(service.status, status, decided.pool_wait),
             *cache.events,
             *decided.assignment_events,
             *rolling.progress.events,
@@ -295,17 +297,15 @@ def _our_replicas(observed: Observed, now: datetime) -> tuple[Member, ...]:
 
 
 def _names_of_others(observed: Observed) -> frozenset[str]:
-    uid = observed.service.metadata.uid
-    return frozenset(replica.name for replica in observed.replicas if replica.owner_uid != uid)
+    return frozenset(one.name for one in observed.replicas if one.owner_uid != observed.service.metadata.uid)
 
 
 def _is_recorded(service: InferenceService, target: Target, desired: int) -> bool:
     """Whether status already contains what this pass is about to do."""
     status, revision = service.status, target.asked
-    if status.failed_revision != target.failed:
-        return False
+    is_target = status.failed_revision == target.failed and status.update_revision == revision.hash
     knows_revision = any(known.hash == revision.hash and known.image for known in status.revisions)
-    return status.desired_replicas == desired and status.update_revision == revision.hash and knows_revision
+    return status.desired_replicas == desired and is_target and knows_revision
 
 
 def _has_advanced(service: InferenceService, after: InferenceServiceStatus) -> bool:
@@ -369,7 +369,6 @@ def _one_victim_at_a_time(
     rules, limits = _drain_rules(observed.service), observed.service.spec.rollout.rolling_update
     steps, has_victim, returns = Steps(), False, Returns(observed, now)
     must_stay = 0 if decided.rollout.may_empty else max(0, decided.desired - limits.max_unavailable)
-    spare = sum(one.is_ready for one in decided.members) - must_stay
     for member, reason in leaving:
         next_step = drain_replica(member.replica, disruption.rules_of(member, rules, now), now, reason=reason)
         if member.ends_at is None and any(
@@ -377,7 +376,7 @@ def _one_victim_at_a_time(
         ):
             if has_victim:
                 next_step = Steps(again_at=now + NEXT_VICTIM_AFTER)
-            elif member.is_ready and spare <= 0:
+            elif is_needed(member, decided.members, must_stay):
                 continue
             has_victim = True
         steps += returns.instead_of_deletion(member.replica, next_step)

@@ -10,6 +10,7 @@ race excludes that pod from the next pass.
 |------------------------------|-----------------------------------|-----------------------------------|
 | a booted pod that fits       | claim it                          | claim it                          |
 | only others, or none         | start cold, event WarmPoolMiss    | wait for one, and status says so  |
+| there is no such pool        | start cold, event WarmPoolMiss    | Stalled with reason PoolNotFound  |
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +31,7 @@ from slipway_operator.core.service.replicas.assign import Creation
 from slipway_operator.core.service.replicas.pod import build_pod, model_spec
 from slipway_operator.core.service.rollout.revision import Revision, owner_reference
 from slipway_operator.core.warm_pool.shape import differing_parts, has_model, shape_of_service
-from slipway_operator.core.warm_pool.supply import CLAIMABLE, WarmPod
+from slipway_operator.core.warm_pool.supply import CLAIMABLE, WarmPod, no_pool
 
 ASK_AGAIN: Final = timedelta(seconds=2)
 
@@ -143,8 +144,7 @@ def describe_shortage(observed: Observed, service: InferenceService, revision: R
     wanted, supply = service.spec.warm_pool, observed.warm
     assert wanted is not None
     if supply is None or not supply.pool_uid:
-        place = f"{wanted.name} in the namespace {service.metadata.namespace}"
-        return f"there is no WarmPool {place} (create it, or correct spec.warmPool.name)"
+        return f"{no_pool(wanted.name, service.metadata.namespace)} (create it, or correct spec.warmPool.name)"
     shape = shape_of_service(service, revision)
     differing = [parts for pod in supply.pods if (parts := differing_parts(pod.shape, shape))]
     if differing and len(differing) == len(supply.pods):
@@ -165,10 +165,11 @@ def describe_wait(observed: Observed, revision: Revision, creations: Sequence[Cr
     return f"replicas wait, because {shortage}, and spec.warmPool.policy is Require"
 
 
-def wait_events(before: InferenceServiceStatus, wait: str) -> tuple[Event, ...]:
-    """The event of a replica that begins to wait for a pod of the pool."""
+def wait_events(before: InferenceServiceStatus, after: InferenceServiceStatus, wait: str) -> tuple[Event, ...]:
+    """The event of a replica that begins to wait for a pod of the pool. A cause of Stalled has its own event."""
     told = find_condition(before.conditions, ConditionType.RECONCILING)
-    is_stalled = find_condition(before.conditions, ConditionType.STALLED) is not None  # in place of Reconciling
+    # Stalled takes the place of Reconciling.
+    is_stalled = any(find_condition(status.conditions, ConditionType.STALLED) for status in (before, after))
     if not wait or is_stalled or (told is not None and wait in told.message):
         return ()
     return (Event(reason=EventReason.WARM_POOL_MISS, action="Claim", message=wait),)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final
 
+from slipway_api.inference_service import InferenceService, WarmPoolPolicy
 from slipway_api.runtime_api import ReadyReason
 from slipway_api.warm_pool import WarmPool
 
@@ -38,5 +39,21 @@ class WarmSupply:
 
     pool: str
     pool_uid: str = ""  # empty: there is no such WarmPool
+    is_unreadable: bool = False  # the operator may not list WarmPools in the namespace
     pods: tuple[WarmPod, ...] = ()
     resource: WarmPool | None = None  # None: there is none, it is being deleted, or it cannot be read
+
+    def why_missing(self, service: InferenceService) -> str:
+        """Why no replica of this service can start: the WarmPool that it requires does not exist; empty: it does."""
+        wanted = service.spec.warm_pool
+        if wanted is None or wanted.policy is not WarmPoolPolicy.REQUIRE:
+            return ""
+        if self.pool != wanted.name or self.pool_uid or self.is_unreadable:
+            return ""  # there is one, or a revision names another pool than the spec, and nothing is known of it
+        remedy = "create it, correct spec.warmPool.name, or set spec.warmPool.policy to Prefer"
+        return f"{no_pool(wanted.name, service.metadata.namespace)}, and spec.warmPool.policy is Require; {remedy}"
+
+
+def no_pool(name: str, namespace: str) -> str:
+    """The beginning of a sentence about a WarmPool that does not exist."""
+    return f"there is no WarmPool {name} in the namespace {namespace}"

@@ -76,8 +76,14 @@ def until(world, what, limit=400):
     raise AssertionError(f"it did not happen within {limit} s: {world.log[-10:]}, {world.service.status.canary}")
 
 
+def verdict(world):
+    """The condition with the verdict about the new revision; its type fits the strategy."""
+    strategy = world.service.spec.rollout.strategy
+    return world.condition("CanaryHealthy" if strategy == "Canary" else "RolloutHealthy")
+
+
 def message(world):
-    return world.condition("CanaryHealthy").message
+    return verdict(world).message
 
 
 def weights_in_order(weights):

@@ -91,8 +91,8 @@ def test_where_nothing_can_be_compared_nothing_passes():
     [
         ("", "there is no prompt"),
         ("\n\n", "there is no prompt"),
-        ("a secret text", "line 1 is no JSON object"),
-        ('{"prompt": "p"}\n{"promt": "a secret text"}', "line 2 is no JSON object"),
+        ("a secret text", "line 1 is not a JSON object"),
+        ('{"prompt": "p"}\n{"promt": "a secret text"}', "line 2 is not a JSON object"),
         ('{"prompt": ""}', "line 1 needs a prompt"),
         ('{"prompt": "p", "maxTokens": 0}', "maxTokens of 1 to 256"),
         ("\n".join([json.dumps({"prompt": "p"})] * (MOST_PROMPTS + 1)), "at most 200"),

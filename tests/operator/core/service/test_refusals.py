@@ -20,7 +20,19 @@ REFUSED = [
         "Forbidden",
         'pods "c" is forbidden: no PriorityClass with name nope was found',
         "InvalidSpec",
-        "create the PriorityClass nope, or change spec.template.spec.priorityClassName",
+        "create the PriorityClass nope, or change spec.availability.priorityClassName or spec.template.spec.",
+    ),
+    (
+        "Forbidden",
+        'pods "c" is forbidden: error looking up service account a/nope: serviceaccount "nope" not found',
+        "InvalidSpec",
+        "create the ServiceAccount nope, or change spec.template.spec.serviceAccountName",
+    ),
+    (
+        "Forbidden",
+        'pods "c" is forbidden: pod rejected: RuntimeClass "nope" not found',
+        "InvalidSpec",
+        "create the RuntimeClass nope, or change spec.template.spec.runtimeClassName",
     ),
     (
         "Forbidden",

@@ -10,6 +10,7 @@ from tests.operator.core.service.rollouts import (
     message,
     replicas,
     roll,
+    verdict,
     weight,
     weights_in_order,
 )
@@ -46,7 +47,8 @@ def test_passed_smoke_tests_open_the_way(strategy):
     _, new = roll(world)
     world.run(300)
     assert world.service.status.current_revision == new
-    assert world.condition("CanaryHealthy").reason == "Passed"
+    assert verdict(world).reason == "Passed"
+    assert world.event_reasons().count("CanaryStepCompleted" if strategy == "Canary" else "GatesPassed") >= 1
     assert world.service.status.canary is None
 
 
@@ -131,5 +133,7 @@ def test_the_other_strategies_pause_and_abort_too(strategy):
     assert world.service.status.current_revision == old
     annotate(world, abort=new)
     world.run(200)
+    assert verdict(world).reason == "RolledBack"
+    assert world.event_reasons().count("RolloutRolledBack") == 1
     assert {pod.replica.revision for pod in world.pods.values()} == {old}
     assert world.service.status.failed_revision == new

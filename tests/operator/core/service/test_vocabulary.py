@@ -11,13 +11,14 @@ import pytest
 
 from slipway_api.autoscaling import Limit
 from slipway_api.conditions import Condition, EventReason, Reason
+from slipway_api.crd import engine_manifest
 from slipway_api.inference_service import InferenceService
 from slipway_api.model_names import NameConflict
 from slipway_api.slo import SLOPeriod, SLOStatus
 from slipway_api.vocabulary import CONDITIONS, EVENTS, LIMITS
 from slipway_operator.controller.internal_error import internal_error_status
 from slipway_operator.controller.reconciler import restoration
-from slipway_operator.core.observed import Failure, GatewayCount, GPUSupply
+from slipway_operator.core.observed import Capacity, FailedAdapter, Failure, GatewayCount, GPUSupply
 from slipway_operator.core.pulls import PullPod, PullsSeen
 from slipway_operator.core.service.model.pulls import pull_digest
 from slipway_operator.core.service.plan import Plan, plan
@@ -38,7 +39,7 @@ from tests.builders import (
 )
 from tests.operator.core.scaling.gateways import Gateways
 from tests.operator.core.service.rollouts import a_world as a_canary_world
-from tests.operator.core.service.rollouts import roll
+from tests.operator.core.service.rollouts import annotate, roll
 from tests.operator.core.simulated_cluster import SimulatedCluster
 from tests.operator.core.simulated_traffic import Behaviour
 
@@ -160,7 +161,9 @@ def a_warm_pool() -> Said:
     )
     full = replace(seen(service), warm=WarmSupply(pool="pool", pool_uid="uid-of-pool", pods=(pod,)))
     empty = replace(seen(service), warm=WarmSupply(pool="pool", pool_uid="uid-of-pool"))
-    return said_in([plan(full, T0), plan(empty, T0)])
+    required = one(warmPool={"name": "pool", "policy": "Require"})
+    missing = replace(seen(required), warm=WarmSupply(pool="pool"))
+    return said_in([plan(full, T0), plan(empty, T0), plan(missing, T0)])
 
 
 def one_name_for_two_services() -> Said:
@@ -276,6 +279,21 @@ def life_of_a_canary() -> Said:
     return world.told, set(world.event_reasons())
 
 
+def life_of_a_blue_green_rollout() -> Said:
+    rollout = {
+        "strategy": "BlueGreen",
+        "rollingUpdate": {"maxSurge": 4},
+        "gates": {"smoke": [{"prompt": "2+2=", "mustMatch": "4"}]},
+    }
+    world = a_canary_world(rollout=rollout)
+    roll(world)
+    world.run(100)
+    _, third = roll(world, maxModelLen=99)
+    annotate(world, abort=third)
+    world.run(20)
+    return world.told, set(world.event_reasons())
+
+
 def without_its_stable_revision() -> Said:
     world = a_canary_world(rate=0.1)
     old, _ = roll(world)
@@ -319,7 +337,12 @@ def with_adapters() -> Said:
     attached = an_attached_adapter("sailor")
     states = [(replace(attached, is_ready=is_ready),) for is_ready in (False, True)]
     plans = [plan(replace(seen(service, pod.ready()), adapters=adapters), T0) for adapters in states]
-    return said_in(plans)
+    static = one(runtime={"args": ["--adapter", "sql=file:///models/sql"]})
+    says = a_pod(service=static).ready().says()
+    assert says.replica.sample is not None
+    failed = (FailedAdapter("sql", "SourceNotFound", "it does not exist"),)
+    capacity = Capacity(max_sequences=1, kv_blocks=9, bytes_per_token=9, failed_adapters=failed)
+    return said_in([*plans, *passes(static, (says.but(sample=replace(says.replica.sample, capacity=capacity)),))])
 
 
 def with_a_cache() -> Said:
@@ -346,6 +369,15 @@ def load(world: SimulatedCluster, *, waiting: int) -> None:
     world.load = each
 
 
+def with_a_foreign_engine() -> Said:
+    engine = {"engine": "vllm"}
+    world = watched(a_service(runtime=engine, model={"warmPrompts": [{"prompt": "x"}]}))
+    world.run(5)
+    world.engines["vllm"] = engine_manifest("vllm")["spec"]
+    world.run(60)
+    return world.told, set(world.event_reasons())
+
+
 SCENARIOS: list[Callable[[], Said]] = [
     serving_and_failing,
     below_desired,
@@ -365,12 +397,14 @@ SCENARIOS: list[Callable[[], Said]] = [
     scaled_to_zero_and_activated_in_vain,
     disrupted_and_suspended,
     life_of_a_canary,
+    life_of_a_blue_green_rollout,
     without_its_stable_revision,
     by_a_fault_of_the_operator,
     edited_children,
     life_of_an_error_budget,
     with_adapters,
     with_a_cache,
+    with_a_foreign_engine,
 ]
 
 

@@ -137,6 +137,37 @@ def test_require_creates_nothing_and_says_so_once():
     assert "no pod of WarmPool pool can be claimed, and spec.warmPool.policy is Require" in waits.message
 
 
+@pytest.mark.capability("OP-18")
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_a_required_pool_that_does_not_exist_is_stalled_with_one_event(replicas):
+    """issue 26, 5: a reference to an object that is not there has its own reason and remedy."""
+    service = wanting(replicas, policy="Require")
+    without = replace(seen(service), warm=WarmSupply(pool="pool"))
+    first = plan(without, T0)
+
+    assert cold(first) == []
+    remedy = "create it, correct spec.warmPool.name, or set spec.warmPool.policy to Prefer"
+    told = {one.type: (one.status, one.reason, one.message) for one in first.status.conditions}
+    status, reason, message = told["Stalled"]
+    assert (status, reason) == ("True", "PoolNotFound")
+    assert "there is no WarmPool pool in the namespace demo, and spec.warmPool.policy is Require" in message
+    assert message.endswith(remedy)
+    assert (told["Ready"][1] == "PoolNotFound") == (replicas > 0)
+    assert told["RouteReady"][1] == "CannotStart", "clients need not wait for it"
+    assert [event.reason for event in first.events] == [EventReason.POOL_NOT_FOUND]
+    second = plan(replace(without, service=service.model_copy(update={"status": first.status})), T0 + seconds(20))
+    assert second.events == ()
+    assert second.status == first.status
+
+
+@pytest.mark.capability("OP-18")
+def test_a_preferred_pool_that_does_not_exist_stalls_nothing():
+    made = plan(replace(seen(wanting()), warm=WarmSupply(pool="pool")), T0)
+
+    assert len(cold(made)) == 1
+    assert "Stalled" not in {one.type for one in made.status.conditions}
+
+
 @pytest.mark.capability("AS-5")
 @pytest.mark.parametrize(
     ("starting", "is_started", "asks"),

@@ -18,6 +18,7 @@ DoesNotFit itself.
 from dataclasses import replace
 from typing import Final
 
+from slipway_api.engine_fields import SLIPWAY
 from slipway_api.gpu_catalogue import GPUFacts, find_gpu
 from slipway_api.inference_service import InferenceServiceSpec
 from slipway_api.memory import CPU_BF16_PARAMETERS, DoesNotFit, Fits, ModelShape, Needs, footprint, plan
@@ -31,7 +32,9 @@ Fit = Fits | DoesNotFit | None
 
 
 def check_fit(spec: InferenceServiceSpec) -> Fit:
-    """Whether the model of this spec fits its hardware."""
+    """Whether the model of this spec fits its hardware; of a foreign engine's memory nothing is known."""
+    if spec.runtime.engine != SLIPWAY:
+        return None
     gpu = spec.resources.gpu
     if gpu.count == 0:
         return _check_host(spec)

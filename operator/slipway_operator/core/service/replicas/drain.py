@@ -86,7 +86,7 @@ def _go_on(replica: Replica, rules: DrainRules, now: datetime) -> Steps:
         return Steps(again_at=started + rules.propagation)
 
     if sample and sample.draining and sample.requests == 0:
-        reason = f"{replica.name} has drained: {replica.drain_reason or 'draining was asked for'}"
+        reason = f"{replica.name} has drained: {replica.drain_reason or 'its drain was requested'}"
         event = Event(reason=EventReason.REPLICA_DRAINED, action="Delete", message=reason, pod=replica.name)
         return Steps(actions=(_delete(replica, GRACE_AFTER_DRAIN_SECONDS, reason, event),))
 

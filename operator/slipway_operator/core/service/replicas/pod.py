@@ -18,6 +18,7 @@ from slipway_api.runtime_spec import SpeculationMethod
 from slipway_operator.core.observed import NodeCache, PlacementDefaults, PodUser
 from slipway_operator.core.service import adapters
 from slipway_operator.core.service.model import model_access
+from slipway_operator.core.service.replicas import engine_pod
 from slipway_operator.core.service.replicas.access import PortAccess
 from slipway_operator.core.service.replicas.disruption import startup_annotations
 from slipway_operator.core.service.replicas.drain import GRACE_AFTER_DRAIN_SECONDS
@@ -73,7 +74,10 @@ def build_pod(
             "ownerReferences": [owner_reference(service)],
         },
         "spec": {
-            "containers": [_server(service, revision, access, node_cache)],
+            "containers": [
+                _server(service, revision, access, node_cache),
+                *_agents(service, revision, access),
+            ],
             "volumes": _volumes(service, node_cache),
             "restartPolicy": "Always",
             "terminationGracePeriodSeconds": spec.drain.timeout_seconds + GRACE_AFTER_DRAIN_SECONDS,
@@ -104,16 +108,14 @@ def _server(
     overlay = _server_overlay(service.spec.template.spec)
     paths = OWN_MOUNTS | (SHARED_MEMORY if _shares_gpus(service) else {})
     own_mounts = [{"name": name, "mountPath": path} for name, path in paths.items()]
+    process = _process(service, revision, access)
     return {
         "name": names.SERVER_CONTAINER,
         "image": revision.image,
         "imagePullPolicy": "IfNotPresent",
-        "args": [*arguments(service, revision), *access.arguments()],
-        "env": _environment(service, overlay, access, node_cache),
-        "ports": [
-            {"name": "http", "containerPort": names.SERVING_PORT, "protocol": "TCP"},
-            {"name": "admin", "containerPort": names.ADMIN_PORT, "protocol": "TCP"},
-        ],
+        **_if_any(command=process["command"], args=process["args"]),
+        "env": _environment(service, revision, overlay, access, node_cache),
+        "ports": process["ports"],
         "volumeMounts": _merged(
             "mountPath",
             overlay.volume_mounts,
@@ -121,14 +123,58 @@ def _server(
             model_access.mounts(service.spec.model, node_cache, namespace=service.metadata.namespace),
             adapters.mounts(service),
         ),
+        **_if_any(lifecycle=process["lifecycle"]),
+        "securityContext": _container_security(),
+    } | _if_any(resources=_resources(service, overlay), **process["probes"])
+
+
+def _process(service: InferenceService, revision: Revision, access: PortAccess) -> dict[str, Any]:
+    """What depends on the program in the container: command line, ports, hook and probes."""
+    startup_timeout = service.spec.runtime.startup_timeout_seconds
+    if (engine := revision.engine) is not None:
+        return {
+            "command": engine_pod.command(service, engine, revision.hash),
+            "args": engine_pod.arguments(service, engine, revision.hash),
+            "ports": engine_pod.ports(engine),
+            "lifecycle": engine_pod.lifecycle(service, engine, revision.hash),
+            "probes": engine_pod.probes(engine, startup_timeout),
+        }
+    return {
+        "command": [],
+        "args": [*arguments(service, revision), *access.arguments()],
+        "ports": [
+            {"name": "http", "containerPort": names.SERVING_PORT, "protocol": "TCP"},
+            {"name": "admin", "containerPort": names.ADMIN_PORT, "protocol": "TCP"},
+        ],
         "lifecycle": {"preStop": {"exec": {"command": ["slipway-runtime", "drain"]}}},
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-            "runAsNonRoot": True,
-        },
-    } | _if_any(resources=_resources(service, overlay), **_probes(service.spec.runtime.startup_timeout_seconds))
+        "probes": _probes(startup_timeout),
+    }
+
+
+def _agents(service: InferenceService, revision: Revision, access: PortAccess) -> list[dict[str, Any]]:
+    """slipway-agent, beside an engine that does not answer the admin protocol itself."""
+    if revision.engine is None:
+        return []
+    mounts = [{"name": name, "mountPath": OWN_MOUNTS[name]} for name in ("tmp", "run")]
+    return [
+        engine_pod.agent_container(
+            service,
+            revision.engine,
+            revision.hash,
+            access=access,
+            mounts=mounts + adapters.mounts(service),
+            security=_container_security(),
+        )
+    ]
+
+
+def _container_security() -> dict[str, Any]:
+    return {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+        "runAsNonRoot": True,
+    }
 
 
 def arguments(service: InferenceService, revision: Revision) -> list[str]:
@@ -206,7 +252,11 @@ def _sampling_defaults(defaults: SamplingDefaults) -> dict[str, float | int]:
 
 
 def _environment(
-    service: InferenceService, overlay: ContainerOverlay, access: PortAccess, node_cache: NodeCache | None
+    service: InferenceService,
+    revision: Revision,
+    overlay: ContainerOverlay,
+    access: PortAccess,
+    node_cache: NodeCache | None,
 ) -> list[dict[str, Any]]:
     # On shared cores OpenMP's spinning threads cost more than they bring: as many threads as the CPU limit, no more.
     threads = {"resourceFieldRef": {"containerName": names.SERVER_CONTAINER, "resource": "limits.cpu", "divisor": "1"}}
@@ -219,11 +269,15 @@ def _environment(
     own: list[dict[str, Any]] = [
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
-        *access.environment(),
     ]
+    sources = model_access.environment(service.spec.model, node_cache)
+    if revision.engine is None:
+        own += access.environment()
+    else:
+        defaults += engine_pod.environment(service, revision.engine, revision.hash)
+        sources = engine_pod.without_own_variables(sources)
     if not _has_gpu(service, overlay):
         own.append(NO_GPU)
-    sources = model_access.environment(service.spec.model, node_cache)
     keys = model_access.credentials(service.spec.model)
     return _merged("name", defaults, sources, keys, service.spec.runtime.env, overlay.env, own)
 

@@ -57,7 +57,7 @@ def parse_prompts(text: str) -> tuple[GoldenPrompt, ...]:
         try:
             read = msgspec.json.decode(line, type=_Line)
         except msgspec.DecodeError as exc:
-            raise GoldenError(f"line {number} is no JSON object with prompt, answer and maxTokens") from exc
+            raise GoldenError(f"line {number} is not a JSON object with prompt, answer and maxTokens") from exc
         if not read.prompt or not 1 <= read.max_tokens <= 256:
             raise GoldenError(f"line {number} needs a prompt, and maxTokens of 1 to 256")
         prompts.append(GoldenPrompt(prompt=read.prompt, answer=read.answer, max_tokens=read.max_tokens))

@@ -6,8 +6,9 @@ hashing: a newer operator with a new field, or a default written out by the API 
 
 What is stored, in a ControllerRevision (apps/v1) owned by the service, is everything that a pod is built from: model,
 runtime, resources and template with all their defaults as they were, and the image that an empty `runtime.image` was
-resolved to. Pods are built from what is stored, never from the spec, so a changed default touches no revision that
-exists. It is never changed; its name is made of the hash.
+resolved to, and of another engine than our own runtime the Engine itself. Pods are built from what is stored, never
+from the spec or an Engine, so a changed default touches no revision that exists. It is never changed; its name is made
+of the hash.
 """
 
 import hashlib
@@ -20,9 +21,11 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from slipway_api import names
+from slipway_api.engine_fields import SLIPWAY
 from slipway_api.inference_service import DirectAccess, InferenceService, InferenceServiceSpec
 from slipway_api.inference_status import RevisionStatus
 from slipway_operator.core.actions import CreateRevision, DeleteRevision
+from slipway_operator.core.engines import PinnedEngine, engine_inputs, fill_resources
 from slipway_operator.core.observed import StoredRevision
 from slipway_operator.core.profiles import apply_profile
 
@@ -53,6 +56,8 @@ class Revision:
     image: str
     spec: InferenceServiceSpec | None = field(default=None, compare=False)
     """The inputs as stored; None: not stored yet."""
+    engine: PinnedEngine | None = field(default=None, compare=False)
+    """The engine as the revision covers it; None: our own runtime."""
 
     @property
     def short(self) -> str:
@@ -78,15 +83,16 @@ class Revision:
         return service.model_copy(update={"spec": service.spec.model_copy(update=frozen)})
 
 
-def inputs(spec: InferenceServiceSpec) -> str:
-    """The hash's input: canonical JSON of what the user wrote about the pods, without defaults."""
+def inputs(spec: InferenceServiceSpec, engine: PinnedEngine | None = None) -> str:
+    """The hash's input: canonical JSON of what the user wrote about the pods, without defaults, and of the engine."""
     written = spec.model_dump(
         mode="json", by_alias=True, exclude_defaults=True, exclude_none=True, include=_INPUTS, exclude=_NOT_INPUTS
     )
     if written.get("routing", {}).get("directAccess") == DirectAccess.OPEN:
         del written["routing"]["directAccess"]  # once the default of the schema, which wrote it into every object
     written = {section: values for section, values in written.items() if values}
-    return json.dumps(written, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    text = json.dumps(written, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return text if engine is None else f"{text}\n{engine_inputs(engine, spec)}"
 
 
 def digest(text: str, collisions: int = 0) -> str:
@@ -99,11 +105,16 @@ def digest(text: str, collisions: int = 0) -> str:
     return "".join(letters)
 
 
-def resolve(service: InferenceService, default_image: str, stored: Iterable[Revision] = ()) -> Revision:
+def resolve(
+    service: InferenceService,
+    default_image: str,
+    stored: Iterable[Revision] = (),
+    engine: PinnedEngine | None = None,
+) -> Revision:
     """The revision that the spec asks for; a known one keeps its hash, its image and its defaults."""
     kept = {revision.hash: revision for revision in stored}
     known = {revision.hash: revision for revision in service.status.revisions}
-    text = inputs(service.spec)
+    text = inputs(service.spec, engine)
     chosen = _upgraded_to(text, service)
     if not chosen:
         chosen = digest(text)
@@ -112,7 +123,24 @@ def resolve(service: InferenceService, default_image: str, stored: Iterable[Revi
     if chosen in kept:
         return kept[chosen]
     frozen = known[chosen].image if chosen in known else ""
-    return Revision(hash=chosen, image=frozen or service.spec.runtime.image or default_image)
+    return Revision(hash=chosen, image=frozen or service.spec.runtime.image or default_image, engine=engine)
+
+
+def find_stored(service: InferenceService, stored: Sequence[Revision]) -> Revision | None:
+    """The revision of the present spec with the engine that it names, as an earlier version of the Engine gave it.
+
+    Where several do, the one that was asked for last.
+    """
+    of_spec = [
+        one
+        for one in stored
+        if one.engine is not None
+        and one.engine.name == service.spec.runtime.engine
+        and one.hash in _candidates(inputs(service.spec, one.engine))
+    ]
+    order = [service.status.update_revision, service.status.current_revision]
+    order += [one.hash for one in service.status.revisions]  # newest first
+    return min(of_spec, key=lambda one: order.index(one.hash) if one.hash in order else len(order), default=None)
 
 
 def upgraded(service: InferenceService, image: str) -> Revision:
@@ -159,10 +187,14 @@ def load_revisions(service: InferenceService, stored: Iterable[StoredRevision]) 
             continue
         try:
             spec = InferenceServiceSpec.model_validate(one.data.get("spec"))
+            engine = PinnedEngine.of_record(one.data["engine"]) if "engine" in one.data else None
         except ValidationError as exc:
             unreadable[one.hash] = _first_fault(exc)
             continue
-        loaded.append(Revision(one.hash, str(one.data.get("image", "")), spec))
+        if engine is None and spec.runtime.engine != SLIPWAY:
+            unreadable[one.hash] = f"the engine {spec.runtime.engine} is not in it"
+            continue
+        loaded.append(Revision(one.hash, str(one.data.get("image", "")), spec, engine))
     return Records(tuple(loaded), unreadable)
 
 
@@ -184,9 +216,9 @@ def create_revision(
     has_record = any(one.owner_uid == service.metadata.uid and one.hash == revision.hash for one in stored)
     if revision.spec is not None or has_record:
         return ()
-    spec = apply_profile(service.spec).model_dump(
-        mode="json", by_alias=True, exclude_none=True, include=_INPUTS, exclude=_NOT_INPUTS
-    )
+    filled = fill_resources(apply_profile(service.spec), revision.engine)
+    spec = filled.model_dump(mode="json", by_alias=True, exclude_none=True, include=_INPUTS, exclude=_NOT_INPUTS)
+    engine = {} if revision.engine is None else {"engine": revision.engine.to_json()}
     name = record_name(service, revision.hash)
     manifest = {
         "apiVersion": "apps/v1",
@@ -203,7 +235,7 @@ def create_revision(
             "ownerReferences": [owner_reference(service)],
         },
         "revision": max((one.number for one in stored), default=0) + 1,
-        "data": _sorted({"image": revision.image, "spec": spec}),
+        "data": _sorted({"image": revision.image, "spec": spec} | engine),
     }
     reason = f"pods of revision {revision.hash} can be built again from what it holds"
     return (CreateRevision(name=name, manifest=manifest, reason=reason),)

@@ -96,6 +96,14 @@ class _Sets:
         taken = len(self.stable_live) + len(self.others_live) + len(self.draining) + self.doubles
         return desired + limits.max_surge - taken
 
+    def moves(self, desired: int, limits: RollingUpdate) -> int:
+        """Replicas that may be started beside the one they replace.
+
+        1 desired + 1 surge, 2 live because the one too many has not left yet: 1 - 1 surplus = 0 may be started.
+        """
+        surplus = max(0, self.new_live - desired)
+        return max(0, limits.max_surge - self.doubles - len(self.draining) - surplus)
+
 
 def _sets(members: Sequence[Member], revisions: Revisions) -> _Sets:
     new = [member for member in members if member.replica.revision == revisions.update]
@@ -132,7 +140,7 @@ def step(
         is_rolling=is_rolling,
         create_up_to=max(0, min(desired, room - rebuild_now)),
         # Moving a replica off a cordoned node takes the same surge; while a rollout runs it does the moving itself.
-        moves=0 if old_live else max(0, limits.max_surge - sets.doubles - len(sets.draining)),
+        moves=0 if old_live else sets.moves(desired, limits),
         leaving=_old_that_may_go(
             sets.old,
             new_ready=new_ready,

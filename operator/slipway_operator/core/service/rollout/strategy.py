@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Final
 
-from slipway_api.conditions import ConditionStatus, ConditionType, EventReason, Reason, find_condition
+from slipway_api.conditions import ConditionStatus, EventReason, Reason
 from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import CanaryStatus
 from slipway_api.rollout_spec import Rollout, RolloutStrategy
@@ -29,6 +29,7 @@ from slipway_operator.core.service.rollout import canary
 from slipway_operator.core.service.rollout import steps as rollout
 from slipway_operator.core.service.rollout.canary import Progress, Replicas
 from slipway_operator.core.service.rollout.gates import GATE_PASSED, GateState, check_gates, describe_gates, is_gated
+from slipway_operator.core.service.rollout.reporting import find_verdict, gates_passed_event
 from slipway_operator.core.service.rollout.steps import Revisions, RolloutStep
 from slipway_operator.core.service.rollout.target import Target
 from slipway_operator.core.service.status.slo_status import exhausted_budget
@@ -76,7 +77,7 @@ def _roll_without_tests(
         step = replace(step, weights=rollout.returned_weights(members, recorded, target=between.update))
     condition = None
     if target.is_rollback:
-        was = find_condition(status.conditions, ConditionType.CANARY_HEALTHY)
+        was = find_verdict(status.conditions)
         told = was.message if was and was.reason == Reason.ROLLED_BACK and status.failed_revision else ""
         sentence = told or _rolled_back(target, target.revision.hash, target.reason or "it has failed")
         condition = (ConditionStatus.FALSE, Reason.ROLLED_BACK, sentence)
@@ -111,7 +112,7 @@ def _roll_with_tests(
         before = before.model_copy(update={"gate": GATE_PASSED, "started_time": now.replace(microsecond=0)})
         message = f"revision {between.update} has passed {describe_gates(spec.gates)}"
         message += f": {gate.verdict}" if gate.verdict else ""
-        events = (Event(reason=EventReason.CANARY_STEP_COMPLETED, action="Rollout", message=message),)
+        events = (Event(reason=gates_passed_event(spec.strategy), action="Rollout", message=message),)
 
     replicas = Replicas(
         desired=desired,
@@ -168,7 +169,7 @@ def _hold(
     spec, status = observed.service.spec.rollout, observed.service.status
     is_same = status.update_revision == target.asked.hash
     recorded = status.canary if is_same else None
-    was = find_condition(status.conditions, ConditionType.CANARY_HEALTHY) if is_same else None
+    was = find_verdict(status.conditions) if is_same else None
     progress = Progress(
         status=recorded,
         condition=(was.status, Reason(was.reason), was.message) if was else None,
@@ -326,7 +327,7 @@ def _advance_blue_green(
         before = before.model_copy(update={"step": 1, "started_time": now.replace(microsecond=0)})
         ready = count(replicas.canary, "replica is ready and gets", "replicas are ready and get")
         message = f"revision {between.update} is promoted: {ready} all the traffic"
-        events.append(Event(reason=EventReason.CANARY_PROMOTED, action="Rollout", message=message))
+        events.append(Event(reason=EventReason.ROLLOUT_PROMOTED, action="Rollout", message=message))
     message = f"revision {between.update} is promoted: it has all the traffic"
     return Progress(
         status=before.model_copy(update={"weight": 100 if replicas.canary else 0}),

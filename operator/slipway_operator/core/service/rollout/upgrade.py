@@ -19,6 +19,7 @@ from datetime import datetime, timedelta
 from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import PendingUpgrade
 from slipway_api.upgrade_spec import UpgradePolicy, UpgradeWindow
+from slipway_operator.core.engines import PinnedEngine
 from slipway_operator.core.scaling.schedules import starts_around
 from slipway_operator.core.service.rollout.revision import Revision, is_upgrade, resolve, upgraded
 
@@ -34,8 +35,19 @@ class Asked:
     """When the window opens."""
 
 
-def choose_revision(service: InferenceService, offered: str, stored: Sequence[Revision], now: datetime) -> Asked:
-    """Choose the revision; `offered` is the runtime image of the installation."""
+def choose_revision(
+    service: InferenceService,
+    offered: str,
+    stored: Sequence[Revision],
+    now: datetime,
+    engine: PinnedEngine | None = None,
+) -> Asked:
+    """Choose the revision; `offered` is the runtime image of the installation.
+
+    The hash covers a foreign engine with its image: another one is another revision, and there is nothing to upgrade.
+    """
+    if engine is not None:
+        return Asked(revision=resolve(service, engine.spec.image, stored, engine))
     revision = resolve(service, offered, stored)
     spec, status = service.spec.runtime, service.status
     if spec.image or not offered or revision.image == offered:

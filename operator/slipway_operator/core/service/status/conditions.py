@@ -47,6 +47,7 @@ from slipway_api.inference_status import (
 )
 from slipway_api.memory import Fits
 from slipway_operator.core.actions import Event
+from slipway_operator.core.engines import fields_condition
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.scaling.autoscaling import Recommendation
@@ -57,6 +58,7 @@ from slipway_operator.core.service.model.model_cache import CacheDecision
 from slipway_operator.core.service.replicas.assign import Assignment
 from slipway_operator.core.service.replicas.suspension import SUSPENDED, suspended_condition
 from slipway_operator.core.service.rollout.canary import Progress
+from slipway_operator.core.service.rollout.reporting import find_verdict, verdict_type, without_verdicts
 from slipway_operator.core.service.rollout.revision import Revision
 from slipway_operator.core.service.rollout.steps import RolloutStep
 from slipway_operator.core.service.rollout.target import Target
@@ -88,6 +90,7 @@ class Decided:
     facts: ModelFacts | None = None
     cache: CacheDecision = field(default_factory=CacheDecision)
     pending_upgrade: PendingUpgrade | None = None
+    engine_fault: str = ""  # why the Engine cannot be followed, while a stored revision goes on without it
     pool_wait: str = ""  # why replicas wait for a pod of a WarmPool; empty: none does
 
     @property
@@ -171,6 +174,7 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
     )
 
 
+RUNS_ON: Final = "until then the service runs on as its stored revision says"
 OPEN_MESSAGE: Final = (
     "Tenants are configured, but any pod that reaches the replicas can call them directly, without an API key and "
     "beside all limits. Set spec.routing.directAccess to GatewayOnly; this replaces the replicas in a rollout. "
@@ -271,7 +275,8 @@ def _conditions(
         conditions = remove_condition(conditions, ConditionType.RECONCILING)  # another rollout: a new deadline
     problems = find_problems(observed, decided.members, decided.revision, decided.assignment.attempts, now=now)
     held = (Reason.REVISION_MISSING, decided.target.held) if decided.target.held else None
-    stalled = held or problems.stalled or _past_deadline(observed, decided, problems, now)
+    lost = (Reason.ENGINE_NOT_FOUND, f"{decided.engine_fault}; {RUNS_ON}") if decided.engine_fault else None
+    stalled = held or lost or problems.stalled or _past_deadline(observed, decided, problems, now)
 
     def write(type: ConditionType, status: ConditionStatus | bool, reason: Reason, message: str) -> None:
         nonlocal conditions
@@ -315,16 +320,19 @@ def _conditions(
         conditions = remove_condition(conditions, ConditionType.SUSPENDED)
 
     if decided.progress.condition:
-        write(ConditionType.CANARY_HEALTHY, *decided.progress.condition)
-    elif not _keeps_canary_condition(service, decided):
-        conditions = remove_condition(conditions, ConditionType.CANARY_HEALTHY)
+        verdict = verdict_type(service.spec.rollout.strategy)
+        conditions = without_verdicts(conditions, but=verdict)
+        write(verdict, *decided.progress.condition)
+    elif not _keeps_verdict(service, decided):
+        conditions = without_verdicts(conditions)
 
     scaling = None if suspended else scaling_condition(service, decided.scale, autoscaling, decided.members)
     if scaling:
         write(ConditionType.SCALING_ACTIVE, *scaling)
     else:
         conditions = remove_condition(conditions, ConditionType.SCALING_ACTIVE)
-    if adapters := adapters_condition(observed.adapters):
+    present = [one for one in decided.members if one.replica.revision == decided.revision.hash]
+    if adapters := adapters_condition(observed.adapters, present, decided.revision.apply_to(service)):
         write(ConditionType.ADAPTERS_READY, *adapters)
     else:
         conditions = remove_condition(conditions, ConditionType.ADAPTERS_READY)
@@ -336,6 +344,10 @@ def _conditions(
         write(ConditionType.MODEL_CACHED, *decided.cache.condition)
     else:
         conditions = remove_condition(conditions, ConditionType.MODEL_CACHED)
+    if fields := fields_condition(decided.revision.apply_to(service).spec, decided.revision.engine):
+        write(ConditionType.ENGINE_FIELDS_HONOURED, *fields)
+    else:
+        conditions = remove_condition(conditions, ConditionType.ENGINE_FIELDS_HONOURED)
     if output := output_condition(decided.members):
         write(ConditionType.OUTPUT_VALID, *output)
     else:
@@ -366,9 +378,9 @@ def _cannot_start(observed: Observed, decided: Decided) -> bool:
     return (is_replica and not starts) or not refused
 
 
-def _keeps_canary_condition(service: InferenceService, decided: Decided) -> bool:
+def _keeps_verdict(service: InferenceService, decided: Decided) -> bool:
     """Whether the verdict about the last rollout still tells something: it passed, and nothing has changed since."""
-    was = find_condition(service.status.conditions, ConditionType.CANARY_HEALTHY)
+    was = find_verdict(service.status.conditions)
     is_same = service.status.update_revision == decided.target.asked.hash
     return was is not None and is_same and was.reason == Reason.PASSED
 
@@ -405,7 +417,7 @@ def _readiness(
 
 def _why_none(decided: Decided) -> str:
     if decided.scaling is None or decided.scaling.desired:
-        return "no replicas are asked for"
+        return "no replicas are requested"
     return "no requests come: the first one starts a replica, and is held by the gateway until then"
 
 

@@ -9,6 +9,7 @@ from slipway_api.conditions import ConditionType, Reason, remove_condition, set_
 from slipway_api.inference_status import InferenceServiceStatus
 from slipway_operator.core.health import Member, Stage
 from slipway_operator.core.observed import Observed
+from slipway_operator.core.service.rollout.reporting import without_verdicts
 from slipway_operator.core.words import REFUSED_KEY
 
 MOST_NAMED: Final = 5  # replicas or finalizers in one message
@@ -21,8 +22,8 @@ def deletion_status(observed: Observed, members: Sequence[Member], now: datetime
     The message has no number that changes by the second: a drain of an hour causes few writes.
     """
     service, before = observed.service, observed.service.status
-    conditions = before.conditions
-    for ended in (ConditionType.STALLED, ConditionType.SCALING_ACTIVE, ConditionType.CANARY_HEALTHY):
+    conditions = without_verdicts(before.conditions)
+    for ended in (ConditionType.STALLED, ConditionType.SCALING_ACTIVE):
         conditions = remove_condition(conditions, ended)
     message = _waits_for(observed, members)[:SHOWN]
     not_serving = (ConditionType.READY, ConditionType.WORKLOAD_AVAILABLE, ConditionType.ROUTE_READY)

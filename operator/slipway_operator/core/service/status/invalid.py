@@ -34,8 +34,8 @@ def invalid_status(observed: Observed, members: Sequence[Member], now: datetime)
             conditions, type, status, reason.value, message[:4096], generation=generation, now=now
         )
 
-    write(ConditionType.READY, False, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}")
-    write(ConditionType.STALLED, True, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}")
+    write(ConditionType.READY, False, observed.fault_reason, f"{observed.fault}; {ADVICE}")
+    write(ConditionType.STALLED, True, observed.fault_reason, f"{observed.fault}; {ADVICE}")
     write(ConditionType.ROUTE_READY, *route_condition(observed, ready, "" if ready else f"{observed.fault}; {ADVICE}"))
     if not ready:
         unserved = "no replica is ready, and none is started until the spec is valid"

@@ -7,6 +7,7 @@ the others only while none does:
 |---------------------------------------------------------|--------------------|
 | the model does not fit its hardware, by arithmetic      | DoesNotFit         |
 | model.cache.policy Node, which is not permitted         | CacheNotPermitted  |
+| spec.warmPool.policy Require, and there is no such pool | PoolNotFound       |
 | the API server refuses a write                          | see `refusals`     |
 | the kubelet cannot pull the image                       | ImagePullFailed    |
 | the credentials' Secret, or its key, is not there       | CredentialsInvalid |
@@ -181,11 +182,14 @@ def find_stall_cause(
 
 def find_start_obstacle(observed: Observed, revision: Revision) -> tuple[Reason, str] | None:
     """Finds why the operator itself starts no replica of this revision, without trying."""
-    wanted = revision.apply_to(observed.service).spec
+    service = revision.apply_to(observed.service)
+    wanted = service.spec
     if fault := find_account_fault(wanted.template.spec, observed.defaults.service_accounts):
         return Reason.INVALID_SPEC, f"no replica of revision {revision.hash} is started: {fault}"
     if refusal := find_refusal(wanted, observed.defaults):
         return Reason.CACHE_NOT_PERMITTED, f"no replica is started: {refusal}"
+    if observed.warm is not None and (missing := observed.warm.why_missing(service)):
+        return Reason.POOL_NOT_FOUND, f"no replica is started: {missing}"
     if isinstance(fit := check_fit(wanted), DoesNotFit):
         return Reason.DOES_NOT_FIT, f"no replica is started: {fit.message}"
     return None
@@ -280,7 +284,7 @@ def _describe_unready(member: Member, observed: Observed) -> str:
     if edited := _describe_edited(replica):
         return edited
     why = f"node {replica.node} does not answer" if node is not None and not node.ready else _why_unready(replica)
-    consequence = ", for so long that it is to be replaced" if member.stage is Stage.UNHEALTHY else ""
+    consequence = ", and it is being replaced" if member.stage is Stage.UNHEALTHY else ""
     return f"{replica.name}{UNREADY}{why}{consequence}"
 
 

@@ -8,7 +8,8 @@ plugin and 422 from another.
 | `exceeded quota`, `failed quota`                           | QuotaExceeded     | who sets the quota, or the spec  |
 | PodSecurity refuses the folder of a model cache            | CacheNotPermitted | who labels the namespace         |
 | reason Invalid or BadRequest, a limit of a LimitRange,     | InvalidSpec       | who writes the spec              |
-| a priority class that does not exist                       |                   |                                  |
+| a priority class, ServiceAccount or RuntimeClass that does |                   |                                  |
+| not exist                                                  |                   |                                  |
 | an object of another owner has the name                    | NameConflict      | who owns one of the two objects  |
 | no answer, 5xx, a timeout, 429, a version that has changed | none: transient   | it is tried again                |
 | any other answer: RBAC, a policy, a webhook, PodSecurity,  | Refused           | who administers the cluster      |
@@ -33,7 +34,24 @@ _TRANSIENT: Final = frozenset(
 _QUOTA: Final = re.compile(r"\b(exceeded|failed) quota\b")
 _MUST_SPECIFY: Final = re.compile(r"must specify ([a-z0-9.,/ -]+?)(?: for:|;|$)")
 _LIMIT_RANGE: Final = re.compile(r"(usage|ratio) per (Container|Pod|PersistentVolumeClaim) is ")
-_PRIORITY_CLASS: Final = re.compile(r"no PriorityClass with name (\S+)")
+# What the API server says of a missing object that the pod names -> its kind, and the fields that may name it.
+_MISSING: Final = (
+    (
+        re.compile(r"no PriorityClass with name (\S+)"),
+        "PriorityClass",
+        "spec.availability.priorityClassName or spec.template.spec.priorityClassName",
+    ),
+    (
+        re.compile(r'error looking up service account \S+?: serviceaccount "([^"]+)" not found'),
+        "ServiceAccount",
+        "spec.template.spec.serviceAccountName",
+    ),
+    (
+        re.compile(r'RuntimeClass(?:\.node\.k8s\.io)? "([^"]+)" not found'),
+        "RuntimeClass",
+        "spec.template.spec.runtimeClassName",
+    ),
+)
 
 
 def find_refusal_cause(observed: Observed, num_ready: int) -> tuple[Reason, str] | None:
@@ -65,8 +83,7 @@ def judge_refusal(failure: Failure) -> tuple[Reason, str] | None:
         return Reason.CACHE_NOT_PERMITTED, forbidden
     if failure.reason == Reason.NAME_CONFLICT:
         return Reason.NAME_CONFLICT, message
-    if missing := _PRIORITY_CLASS.search(message):
-        remedy = f"create the PriorityClass {missing[1]}, or change spec.template.spec.priorityClassName"
+    if remedy := _remedy_of_missing(message):
         return Reason.INVALID_SPEC, f"{_what(failure)}: {message}; {remedy}"
     if _LIMIT_RANGE.search(message):
         remedy = "change spec.resources, or the LimitRange of the namespace (kubectl get limitrange -n {} -o yaml)"
@@ -109,6 +126,14 @@ def _quota_remedy(message: str) -> str:
     if needed := _MUST_SPECIFY.search(message):
         return f"set {_fields(needed[1])}, which the quota requires"
     return "raise the quota or lower the number of replicas"
+
+
+def _remedy_of_missing(message: str) -> str:
+    """What to do if the API server says that an object that the pod names does not exist; empty: it says nothing so."""
+    for pattern, kind, fields in _MISSING:
+        if missing := pattern.search(message):
+            return f"create the {kind} {missing[1]}, or change {fields}"
+    return ""
 
 
 def _fields(resources: str) -> str:
