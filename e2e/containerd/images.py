@@ -21,8 +21,8 @@ from e2e.containerd import tools
 
 PARTS = ("operator", "gateway")
 SOURCES = ("pyproject.toml", "constraints.txt", "hatch_build.py", "README.md", "LICENSE", "images", "models")
-CODE = ("api", "kube", "operator", "runtime", "gateway")
-GIGABYTES = {"operator": 4, "gateway": 4, "runtime": 28, "runtime-cpu": 28}  # free disk that a build needs
+CODE = ("api", "kube", "operator", "runtime", "gateway", "agent")
+GIGABYTES = {"operator": 4, "gateway": 4, "agent": 4, "runtime": 28, "runtime-cpu": 28}  # free disk that a build needs
 
 
 def name_of(target: str) -> str:

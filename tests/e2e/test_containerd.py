@@ -181,3 +181,11 @@ def test_a_derived_image_has_the_layers_of_its_source_and_one_more(tmp_path: Pat
     assert config["config"] == {"Entrypoint": ["serve"], "User": "65532:65532"}
     assert len(config["rootfs"]["diff_ids"]) == 2
     assert contents == [["pod"], ["opt/model", "opt/model/config.json"]]
+
+
+def test_an_image_is_built_again_when_something_that_is_copied_into_it_changed():
+    dockerfile = (CLUSTER.parent.parent / "images" / "Dockerfile").read_text()
+    lines = re.findall(r"^COPY (?!--from)(.+)$", dockerfile, re.MULTILINE)
+    copied = {word.split("/")[0] for line in lines for word in line.split()[:-1]}
+
+    assert copied <= {*images.SOURCES, *images.CODE}
