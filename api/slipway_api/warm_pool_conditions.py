@@ -5,7 +5,7 @@ from typing import Final
 
 from slipway_api.causes import Cause, Helper, Row, condition_table
 from slipway_api.conditions import ConditionStatus, Reason
-from slipway_api.vocabulary import STALLED_CAUSES as SERVICE_CAUSES
+from slipway_api.stalled_causes import STALLED_CAUSES as SERVICE_CAUSES
 
 _TRUE, _FALSE, _UNKNOWN = ConditionStatus.TRUE, ConditionStatus.FALSE, ConditionStatus.UNKNOWN
 

@@ -39,7 +39,7 @@ from aiohttp import web
 
 from slipway_api.adapter_conditions import STALLED_CAUSES as ADAPTER_CAUSES
 from slipway_api.causes import Cause
-from slipway_api.vocabulary import STALLED_CAUSES
+from slipway_api.stalled_causes import STALLED_CAUSES
 from slipway_gateway.limits import Denied, Standing
 
 ECHO_CHARACTERS = 100  # of a name that a client sent and that we repeat

@@ -6,7 +6,7 @@ import pytest
 
 from slipway_api.runtime_api import Signals
 from slipway_operator.replica_client import ReplicaRefused
-from tests.operator.test_scraper import Fleet
+from tests.operator.scraped_fleet import Fleet
 from tests.operator.virtual_time import run_in_virtual_time
 
 

@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from slipway_api.conditions import Condition, ConditionStatus, ConditionType, EventReason, Reason, find_condition
 from slipway_api.inference_status import InferenceServiceStatus
 from slipway_api.names import STATE_DRAINING
-from slipway_api.vocabulary import STALLED_CAUSES
+from slipway_api.stalled_causes import STALLED_CAUSES
 from slipway_operator.core.actions import Event
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed, Replica
