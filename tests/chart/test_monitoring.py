@@ -159,11 +159,11 @@ async def scrape(port: int, part: str) -> str:
 
 
 def exported_if_configured() -> Iterator[str]:
-    """Metrics of a gateway with tenants and a certificate, which the gateway of `exporters` does not have."""
+    """Metrics of a gateway with tenants, a certificate and streams that broke, unlike the gateway of `exporters`."""
     gateway = gateway_metrics.Metrics(Fleet(), open_to_anyone=False)
     gateway.add_certificate(Mock(spec=Certificate, fault=""))
     for metric in gateway.registry.collect():
-        yield metric.name
+        yield f"{metric.name}_total" if metric.type == "counter" else metric.name
     tenancy = Mock(is_open=False, fault="", gateways=1, tenant_names=())
     yield from (metric.name for metric in Tenancy.collect(tenancy))
 
@@ -387,6 +387,18 @@ STORIES: dict[str, tuple[dict[str, str], int, int]] = {
         20,
         10,
     ),
+    "SlipwayStreamsBroken": (
+        {'slipway_gateway_broken_streams_total{service="team/chat", revision="r1"}': "0x10 0+1x10"},
+        15,
+        11,
+    ),
+    "SlipwayHandoversFailed": (
+        {
+            'slipway_gateway_handovers_failed_total{service="team/chat", revision="r1", reason="no_replica"}': "0x10 0+1x30",
+        },
+        30,
+        20,
+    ),
     "SlipwayTenantsInvalid": ({'slipway_gateway_tenants_valid{pod="gateway-0"}': "1x10 0x10"}, 13, 10),
     "SlipwayCertificateInvalid": ({'slipway_gateway_certificate_valid{pod="gateway-0"}': "1x10 0x10"}, 13, 10),
     "SlipwayGatewayViewOld": ({'slipway_gateway_view_age_seconds{pod="gateway-0"}': "1x10 500x10"}, 15, 9),
@@ -407,7 +419,7 @@ def firing(alert: str, minute: int, *, yes: bool) -> dict[str, Any]:
     return {"expr": expression, "eval_time": f"{minute}m", "exp_samples": samples}
 
 
-@pytest.mark.capability("OB-5", "OP-10")
+@pytest.mark.capability("OB-5", "OB-13", "OP-10")
 @pytest.mark.parametrize("alert", sorted(STORIES))
 def test_an_alert_fires_when_it_should_and_not_before(alert, tmp_path):
     series, fires, silent = STORIES[alert]
@@ -419,6 +431,7 @@ def test_an_alert_fires_when_it_should_and_not_before(alert, tmp_path):
     promtool("test", "rules", written(tmp_path, [test]))
 
 
+@pytest.mark.capability("OB-13")
 def test_every_alert_has_a_story_a_section_of_the_runbook_and_a_line_in_the_docs():
     runbook = (DOCS / "runbook.md").read_text(encoding="utf-8")
     observability = (DOCS / "observability.md").read_text(encoding="utf-8")
