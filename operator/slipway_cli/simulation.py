@@ -15,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from slipway_api import names
+from slipway_api.engine_fields import SLIPWAY
 from slipway_api.inference_service import InferenceService
 from slipway_operator.core.actions import Action, CreatePod, CreateRevision, DeletePod, DrainPod, Event
 from slipway_operator.core.observed import Capacity, Defaults, Observed, Replica, Sample, StoredRevision
@@ -104,7 +105,10 @@ class _Simulation:
         metadata = service.metadata.model_copy(
             update={"uid": "simulated", "generation": 1, "finalizers": (names.FINALIZER,)}
         )
-        self._service = service.model_copy(update={"metadata": metadata})
+        # The model of a replica stands for every engine, and which engines there are only a cluster knows.
+        runtime = service.spec.runtime.model_copy(update={"engine": SLIPWAY})
+        spec = service.spec.model_copy(update={"runtime": runtime})
+        self._service = service.model_copy(update={"metadata": metadata, "spec": spec})
         self._model = model
         self._now = START
         self._pods: dict[str, _Pod] = {}

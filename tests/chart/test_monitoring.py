@@ -394,7 +394,7 @@ STORIES: dict[str, tuple[dict[str, str], int, int]] = {
     ),
     "SlipwayHandoversFailed": (
         {
-            'slipway_gateway_handovers_failed_total{service="team/chat", revision="r1", reason="no_replica"}': "0x10 0+1x30",
+            'slipway_gateway_handovers_failed_total{service="team/chat", reason="no_replica"}': "0x10 0+1x30",
         },
         30,
         20,

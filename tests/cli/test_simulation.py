@@ -77,3 +77,15 @@ def test_the_same_trace_gives_the_same_result():
     trace = [Load(seconds=0, requests_per_second=7.3)]
 
     assert simulate(autoscaled(), trace, FAST, seconds=300) == simulate(autoscaled(), trace, FAST, seconds=300)
+
+
+@pytest.mark.capability("OP-11", "BM-3")
+def test_the_service_of_another_engine_scales_as_one_of_our_own():
+    trace = [Load(seconds=0, requests_per_second=1), Load(seconds=60, requests_per_second=40)]
+    service = autoscaled()
+    runtime = service.spec.runtime.model_copy(update={"engine": "vllm"})
+    other = service.model_copy(update={"spec": service.spec.model_copy(update={"runtime": runtime})})
+    own, foreign = (simulate(each, trace, FAST, seconds=300) for each in (service, other))
+
+    assert foreign == own
+    assert own.moments[-1].ready > 1
