@@ -80,6 +80,7 @@ class Reason(StrEnum):
     TERMINATING = "Terminating"
     # RouteReady
     ROUTED = "Routed"
+    FALLBACK_NOT_FOUND = "FallbackNotFound"
     CANNOT_START = "CannotStart"
     NO_GATEWAY = "NoGateway"
     NAME_CONFLICT = "NameConflict"
@@ -152,6 +153,7 @@ class EventReason(StrEnum):
     IMAGE_PULL_FAILED = "ImagePullFailed"
     MODEL_NOT_FOUND = "ModelNotFound"
     CREDENTIALS_INVALID = "CredentialsInvalid"
+    FALLBACK_NOT_FOUND = "FallbackNotFound"
     POOL_NOT_FOUND = "PoolNotFound"
     INTERNAL_ERROR = "InternalError"
     REVISION_MISSING = "RevisionMissing"

@@ -96,6 +96,15 @@ _CAUSES: Final[dict[ConditionType, tuple[tuple[ConditionStatus, Reason, Cause], 
     ),
     ConditionType.ROUTE_READY: (
         (_TRUE, Reason.ROUTED, Cause("The gateway serves it under its served name.")),
+        (
+            _TRUE,
+            Reason.FALLBACK_NOT_FOUND,
+            Cause(
+                "The gateway serves it, and the service that spec.routing.fallback names does not exist.",
+                Helper.AUTHOR,
+                "Create that service in the same namespace, or correct or remove the field.",
+            ),
+        ),
         (_FALSE, Reason.NO_READY_REPLICAS, Cause("No replica exists to route requests to.")),
         (
             _FALSE,
@@ -340,6 +349,7 @@ EVENTS: Final = {
     EventReason.WARM_POOL_MISS: "The warm pool has no pod for a replica; why, and what happens instead.",
     EventReason.INVALID_SPEC: "The spec breaks a rule.",
     **{EventReason(reason.value): STALLED_CAUSES[reason].meaning for reason in _STALLED_EVENTS},
+    EventReason.FALLBACK_NOT_FOUND: "The service that spec.routing.fallback names does not exist.",
     EventReason.NO_GATEWAY: "No gateway answers the operator: no client reaches the service.",
     EventReason.INVALID_LOGITS: "Replicas computed NaN or infinite logits: these answers ended with an error.",
     EventReason.ADAPTERS_FAILED: "Replicas could not load an adapter of spec.runtime.args; the runtime's reason.",

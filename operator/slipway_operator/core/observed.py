@@ -416,6 +416,8 @@ class Observed:
     """The Engine that the spec names; None: our own runtime, or Engines are not read yet."""
     name_conflict: NameConflict | None = None
     """Why the gateway does not serve it under its served name; None: it does."""
+    lacks_fallback: bool = False
+    """Whether the service that `spec.routing.fallback` names does not exist."""
     replicas: tuple[Replica, ...] = ()
     nodes: Mapping[str, Node] = field(default_factory=dict)  # by name; a node that is not known is taken for healthy
     disrupted: bool = False

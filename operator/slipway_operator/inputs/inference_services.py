@@ -50,6 +50,7 @@ class InferenceServices:
         self._supply = WarmSupplies(inputs)
         self._pulls = Pulls(inputs)
         self._cold_starts: dict[Key, ColdStart | None] = {}
+        self._relying: dict[Key, set[Key]] = {}  # service -> those that name it as their fallback
         inputs.caches.on_object_change(KIND, self._saw)
         inputs.caches.on_pod_change(self._saw_pod)
         inputs.caches.on_revision_change(self._saw_revisions)
@@ -65,6 +66,16 @@ class InferenceServices:
             self._inputs.metrics.accounts.remove(ServiceKey(key.namespace, key.name))
         names = ServiceNames(served_name(new), new.created_at) if new is not None else None
         self._inputs.wake_objects(self._inputs.model_names.set_service(f"{key.namespace}/{key.name}", names))
+        self._note_fallback(key, fallback_of(key, old), fallback_of(key, new))
+        if old is None or new is None:
+            for other in self._relying.get(key, ()):
+                self._inputs.wake(other, Urgency.NORMAL)
+
+    def _note_fallback(self, key: Key, old: Key | None, new: Key | None) -> None:
+        if old is not None and old != new:
+            self._relying[old].discard(key)
+        if new is not None:
+            self._relying.setdefault(new, set()).add(key)
 
     def _saw_pod(self, _change: Change, old: Pod | None, new: Pod | None, services: set[ServiceKey]) -> None:
         urgency = Urgency.URGENT if is_failure(old, new) else Urgency.NORMAL
@@ -121,6 +132,7 @@ class InferenceServices:
             fault=reading.fault,
             engine=caches.engines.seen(reading.service.spec.runtime.engine),
             name_conflict=self._inputs.model_names.conflict_of_service(f"{key.namespace}/{key.name}"),
+            lacks_fallback=self._lacks_fallback(reading.service),
             replicas=replicas,
             nodes={
                 name: node_facts(node)
@@ -187,6 +199,10 @@ class InferenceServices:
             ),
         )
 
+    def _lacks_fallback(self, service: InferenceService) -> bool:
+        fallback = service.spec.routing.fallback
+        return fallback is not None and self._store.get(Key(KIND, service.key.namespace, fallback.service)) is None
+
     def _hub_answer(self, service: InferenceService) -> seen.HubAnswer | None:
         model = service.spec.model
         return self._inputs.hub_answer(model.uri, model.network.hub_endpoint)
@@ -214,6 +230,15 @@ def served_name(stored: StoredObject) -> str:
     model = spec.get("model") if isinstance(spec, dict) else None
     name = model.get("servedName") if isinstance(model, dict) else None
     return name if name and isinstance(name, str) else str(stored.body["metadata"]["name"])
+
+
+def fallback_of(key: Key, stored: StoredObject | None) -> Key | None:
+    """The service that a stored object names as its fallback; None: none. Also where its spec cannot be read."""
+    spec = stored.body.get("spec") if stored is not None else None
+    routing = spec.get("routing") if isinstance(spec, dict) else None
+    fallback = routing.get("fallback") if isinstance(routing, dict) else None
+    name = fallback.get("service") if isinstance(fallback, dict) else None
+    return Key(KIND, key.namespace, name) if name and isinstance(name, str) else None
 
 
 def engine_name(stored: StoredObject) -> str:

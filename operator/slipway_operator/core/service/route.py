@@ -30,13 +30,26 @@ def route_condition(observed: Observed, ready: int, stalled: str = "") -> tuple[
         )
     sentence = f"the gateway serves it as {served_name!r}"
     if ready:
-        return ConditionStatus.TRUE, Reason.ROUTED, sentence
+        return _with_fallback(observed, sentence)
     if stalled:
         return ConditionStatus.FALSE, Reason.CANNOT_START, f"requests are refused until a replica can start: {stalled}"
     autoscaling = service.spec.autoscaling
     if autoscaling is not None and autoscaling.scale_to_zero is not None:
-        return ConditionStatus.TRUE, Reason.ROUTED, f"{sentence}, and holds requests until a replica is ready"
+        return _with_fallback(observed, f"{sentence}, and holds requests until a replica is ready")
     return ConditionStatus.FALSE, Reason.NO_READY_REPLICAS, f"{sentence} once a replica is ready"
+
+
+def _with_fallback(observed: Observed, sentence: str) -> tuple[ConditionStatus, Reason, str]:
+    """A service without its fallback serves; whoever counts on the fallback learns that there is none."""
+    fallback = observed.service.spec.routing.fallback
+    if fallback is None or not observed.lacks_fallback:
+        return ConditionStatus.TRUE, Reason.ROUTED, sentence
+    missing = f"{observed.service.key.namespace}/{fallback.service}"
+    return (
+        ConditionStatus.TRUE,
+        Reason.FALLBACK_NOT_FOUND,
+        f"{sentence}, but its fallback {missing} does not exist; create it, or correct or remove spec.routing.fallback",
+    )
 
 
 def name_conflict(observed: Observed) -> str:

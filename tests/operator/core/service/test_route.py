@@ -162,3 +162,21 @@ def test_while_the_stable_revision_starts_a_broken_new_one_does_not_refuse_reque
     status = plan(seen(recorded, old.loading(), new.cannot_pull()), T0).status
 
     assert find_condition(status.conditions, "RouteReady").reason == "NoReadyReplicas"
+
+
+@pytest.mark.capability("OP-17")
+@pytest.mark.parametrize("lacks", [False, True])
+def test_a_service_without_its_fallback_serves_and_says_so_once(lacks: bool):
+    service = a_service(routing={"fallback": {"service": "small"}}, created_at=T0)
+    observed = replace(seen(service, a_pod(service=service).slot(0).ready()), lacks_fallback=lacks)
+    first = plan(observed, T0 + minutes(1))
+    again = plan(replace(observed, service=service.model_copy(update={"status": first.status})), T0 + minutes(2))
+    condition = find_condition(first.status.conditions, "RouteReady")
+
+    assert condition.status is ConditionStatus.TRUE
+    assert condition.reason == ("FallbackNotFound" if lacks else "Routed")
+    assert ("its fallback demo/small does not exist; create it" in condition.message) is lacks
+    assert [event.reason for event in first.events if event.reason == "FallbackNotFound"] == [
+        "FallbackNotFound"
+    ] * lacks
+    assert not [event for event in again.events if event.reason == "FallbackNotFound"]

@@ -174,7 +174,9 @@ def one_name_for_two_services() -> Said:
     with_tenants = replace(observed, defaults=replace(observed.defaults, has_tenants=True))
     nobody = replace(observed, gateways=GatewayCount(answering=0, running=0, namespace="s", selector="a=b"))
     nobody = replace(nobody, name_conflict=None)
-    said = [plan(one, T0) for one in (observed, with_tenants, nobody)]
+    relying = promised(a_service(created_at=T0, routing={"fallback": {"service": "small"}}), 1)
+    alone = replace(seen(relying, a_pod(service=relying).slot(0).ready()), lacks_fallback=True)
+    said = [plan(one, T0) for one in (observed, with_tenants, nobody, alone)]
     return said_in([*passes(service, (), name_conflict=older), *said])
 
 

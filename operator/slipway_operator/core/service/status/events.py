@@ -155,6 +155,7 @@ _WARNINGS = {
     **{(ConditionType.STALLED, reason): EventReason(reason.value) for reason in STALLED_CAUSES},
     (ConditionType.ROUTE_READY, Reason.NAME_CONFLICT): EventReason.NAME_CONFLICT,
     (ConditionType.ROUTE_READY, Reason.NO_GATEWAY): EventReason.NO_GATEWAY,
+    (ConditionType.ROUTE_READY, Reason.FALLBACK_NOT_FOUND): EventReason.FALLBACK_NOT_FOUND,
     (ConditionType.READY, Reason.WAITING_FOR_GPU): EventReason.WAITING_FOR_GPU,
     (ConditionType.READY, Reason.UNSCHEDULABLE): EventReason.UNSCHEDULABLE,
     (ConditionType.READY, Reason.MOUNT_FAILED): EventReason.MOUNT_FAILED,
