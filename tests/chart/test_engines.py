@@ -118,6 +118,15 @@ def test_the_operator_may_not_change_other_engines(apiserver, operator):
         apiserver.kubectl("auth", "can-i", "delete", "engines/vllm", f"--as={account}", "-q")
 
 
+@pytest.mark.parametrize("name", ["vllm-amd", "vllm-intel", "vllm-tpu"])
+def test_the_examples_of_other_accelerators_are_accepted(apiserver, name):
+    apiserver.serve_kinds(CRDS)
+    printed = apiserver.kubectl(
+        "create", "--dry-run=server", "-o", "name", "-f", CRDS.parent / "examples" / "engines" / f"{name}.yaml"
+    )
+    assert printed.strip() == f"inferenceservice.slipway.dev/{name.replace('vllm', 'qwen')}"
+
+
 def test_the_example_is_accepted_and_its_engine_can_run_it(apiserver):
     apiserver.serve_kinds(CRDS)
     example = CRDS.parent / "examples" / "engines" / "vllm.yaml"

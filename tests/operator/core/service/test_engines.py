@@ -3,11 +3,14 @@
 import hashlib
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from slipway_api.crd import engine_manifest
+from slipway_api.inference_service import InferenceService
 from slipway_operator.core.engines import PinnedEngine, find_lacking, see_engine
 from slipway_operator.core.observed import NONROOT, PlacementDefaults
 from slipway_operator.core.profiles import apply_profile
@@ -406,3 +409,26 @@ def test_a_record_without_its_engine_is_unreadable():
 
     assert records.readable == ()
     assert records.unreadable == {stored.hash: "the engine vllm is not in it"}
+
+
+# --- other accelerators -----------------------------------------------------------------------------------------------
+
+EXAMPLES = Path(__file__).parents[4] / "examples" / "engines"
+
+
+@pytest.mark.parametrize("name", ["vllm-amd", "vllm-intel", "vllm-tpu"])
+def test_another_accelerator_needs_its_resource_its_image_and_its_tolerations(name):
+    document = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
+    service = InferenceService.parse(document)
+    gpu, template = document["spec"]["resources"]["gpu"], document["spec"]["template"]["spec"]
+    assert find_lacking(service.spec, pinned()) == ""
+
+    pod = pod_of(service, pinned())
+    server = container(pod, "server")
+
+    assert server["image"] == document["spec"]["runtime"]["image"]
+    assert server["resources"]["limits"][gpu["resourceName"]] == str(gpu["count"])
+    assert "nvidia.com/gpu" not in json.dumps(pod)
+    assert server["args"][server["args"].index("--tensor-parallel-size") + 1] == str(gpu["count"])
+    assert template["tolerations"][0]["key"] in {one["key"] for one in pod["spec"]["tolerations"]}
+    assert pod["spec"].get("nodeSelector", {}).items() >= template.get("nodeSelector", {}).items()
