@@ -166,6 +166,12 @@ def parser() -> argparse.ArgumentParser:
         "every pod that connects",
     )
     serve.add_argument(
+        "--kv-events-topic",
+        default="",
+        metavar="TEXT",
+        help="topic of KV events, by which subscribers choose; llm-d's picker needs kv@<address of the pod>@<model>",
+    )
+    serve.add_argument(
         "--metrics-on-serving-port",
         action="store_true",
         help="serve /metrics on the port for clients too, for a runtime without a gateway",

@@ -179,6 +179,7 @@ def engine_options(settings: RuntimeSettings, fetched: Fetched) -> EngineOptions
         overlap=False if settings.no_overlap else None,
         tenant_weights=dict(settings.tenant_weights),
         kv_events_endpoint=settings.kv_events_endpoint,
+        kv_events_topic=settings.kv_events_topic,
     )
 
 

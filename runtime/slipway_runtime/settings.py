@@ -158,6 +158,7 @@ class RuntimeSettings:
     credentials_for: tuple[str, ...] = ()  # addresses under which clients' adapters are read with our credentials
     private_adapter_addresses: bool = False  # whether clients may name http(s) addresses of private networks
     kv_events_endpoint: str = ""  # a ZeroMQ address to publish on; `*` is 127.0.0.1; empty: off
+    kv_events_topic: str = ""  # the first part of each message of KV events, by which subscribers choose
     no_prefix_caching: bool = False
     no_overlap: bool = False  # schedule each step only after the previous one is done
     in_process: bool = False  # the engine as a thread of the API's process
@@ -227,6 +228,8 @@ class RuntimeSettings:
             raise ValueError(
                 f"--kv-events-endpoint {self.kv_events_endpoint!r} must name an address and a port, as tcp://127.0.0.1:5557"
             )
+        if self.kv_events_topic and not self.kv_events_endpoint:
+            raise ValueError("--kv-events-topic names messages that are not sent: set --kv-events-endpoint too")
         if self.metrics_on_serving_port and (self.serving_token_digests or self.gateway_token_digests):
             raise ValueError(
                 "--metrics-on-serving-port is for a runtime without a gateway: in a pod it would show tenants and"

@@ -6,7 +6,7 @@ decide.py decides the limits and parts.py builds the parts; here they are put to
 import atexit
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from slipway_runtime.models.decoder import Decoder
 from slipway_runtime.models.pooling import EmbeddingConfig, read_embedding_config
 from slipway_runtime.models.quantize import name_of_format, quantization_warnings
 from slipway_runtime.models.sharding import WHOLE, Shard
-from slipway_runtime.scheduling.block_pool import BlockPool
+from slipway_runtime.scheduling.block_pool import BlockPool, KvEvent
 from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.scheduler import Scheduler
 from slipway_runtime.worker.adapter_slots import AdapterSlots
@@ -118,7 +118,7 @@ def build_engine(
     parts: dict[str, Any] = {
         "grammars": model.grammars,
         "adapters": None if model.slots is None else _adapter_loader(plan, model.share, model.slots, scheduler, ranks),
-        "publish": KvEventPublisher(options.kv_events_endpoint).publish if options.kv_events_endpoint else None,
+        "publish": _publisher(options),
         "sleeper": make_sleeper(
             runner,
             plan.device,
@@ -261,6 +261,13 @@ def _new_scheduler(
         tier=tier,
         kv_events=kv_events,
     )
+
+
+def _publisher(options: EngineOptions) -> Callable[[Sequence[KvEvent]], None] | None:
+    """What sends the KV events of a step; None: nobody wants them."""
+    if not options.kv_events_endpoint:
+        return None
+    return KvEventPublisher(options.kv_events_endpoint, options.kv_events_topic).publish
 
 
 def _execute(

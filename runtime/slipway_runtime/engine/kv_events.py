@@ -1,9 +1,9 @@
 """Publisher of KV events, which tell routers the prefixes of this replica, over ZeroMQ in vLLM's format.
 
-A message has three parts: the topic (empty), a sequence number (8 bytes, big-endian), and a batch in msgpack: an array
+A message has three parts: the topic, a sequence number (8 bytes, big-endian), and a batch in msgpack: an array
 [time, events, data-parallel rank], each event an array that begins with its name. Field order and names are those of
-vLLM's `distributed/kv_events.py`, so that a subscriber can decode it; new fields go to the end. The topic
-is empty: llm-d's picker, which filters on `kv@`, gets nothing.
+vLLM's `distributed/kv_events.py`, so that a subscriber can decode it; new fields go to the end. The topic is empty,
+as vLLM's, if none is set; llm-d's picker filters on `kv@` and reads pod and model from `kv@<address>@<model>`.
 
 The last `KEPT` batches can be asked for again on a second socket, at the port after this one: a request is an empty
 part and the first sequence number wanted, the answer is (sequence number, batch) messages and one of number -1.
@@ -70,12 +70,13 @@ def bound_endpoint(endpoint: str) -> str:
 class KvEventPublisher:
     """Sends batches from a thread of its own: a slow subscriber loses messages and may ask for them again."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, topic: str = "") -> None:
         """endpoint: tcp://host:port, `*` for loopback; port + 1 answers replays. OSError: a port is taken.
 
         The events contain the tokens of prompts and have no authentication, so all interfaces need an address: 0.0.0.0.
         """
         endpoint = bound_endpoint(endpoint)
+        self._topic = topic.encode()
         addresses = (endpoint, replay_endpoint(endpoint))
         self._adapters: dict[str, int] = {}
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
@@ -133,7 +134,7 @@ class KvEventPublisher:
             if batch is None:
                 return
             kept.append((number.to_bytes(8, "big"), encoder.encode(batch)))
-            self._out.send_multipart((b"", *kept[-1]))
+            self._out.send_multipart((self._topic, *kept[-1]))
             number += 1
 
     def _answer_replays(self, kept: deque[tuple[bytes, bytes]]) -> None:

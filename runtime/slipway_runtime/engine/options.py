@@ -36,3 +36,4 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     tenant_weights: dict[str, float] = {}
     prefix_caching: bool = True
     kv_events_endpoint: str = ""  # tcp://…: publish KV events there; empty: off
+    kv_events_topic: str = ""  # the first part of each of their messages

@@ -85,6 +85,29 @@ def arrives(subscriber, wanted: int) -> None:
         number = int.from_bytes(subscriber.recv_multipart()[1], "big")
 
 
+def test_a_subscriber_that_filters_by_topic_gets_the_events_of_its_topic(endpoint, context):
+    """llm-d's picker subscribes to `kv@` and reads pod and model from the topic (reference/field-2026.md F1)."""
+    publisher = KvEventPublisher(endpoint, "kv@10.0.0.7:8000@chat")
+    try:
+        everything, last = subscribed(context, endpoint, publisher)
+        picker, other = context.socket(zmq.SUB), context.socket(zmq.SUB)
+        picker.subscribe(b"kv@")
+        other.subscribe(b"kv@10.0.0.8")
+        for socket in (picker, other):
+            socket.connect(endpoint)
+        while not picker.poll(50):
+            publisher.publish([AllBlocksCleared()])
+            last += 1
+        topic, _, payload = picker.recv_multipart()
+        arrives(everything, last)
+    finally:
+        publisher.close()
+
+    assert topic.split(b"@") == [b"kv", b"10.0.0.7:8000", b"chat"]
+    assert [type(event) for event in DECODER.decode(payload).events] == [AllBlocksClearedEvent]
+    assert not other.poll(200), "the topic of another pod"
+
+
 def test_a_subscriber_of_vllm_reads_our_events(endpoint, publisher, context):
     subscriber, last = subscribed(context, endpoint, publisher)
     stored = BlockStored(
