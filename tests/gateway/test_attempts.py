@@ -64,7 +64,9 @@ async def test_a_slow_answer_that_is_not_streamed_is_504_once_and_counts_against
             assert "Retry-After" not in late.value.response.headers, "it would run again"
             assert one.requests + two.requests == number + 1
         assert ejected(gateway) == 0
-        await asyncio.wait_for(one.cancelled.wait(), 20)
+        for replica in (one, two):
+            if replica.requests:  # one time in sixty-four all six went to the other one
+                await asyncio.wait_for(replica.cancelled.wait(), 20)
 
 
 async def test_the_limit_on_silence_does_not_touch_an_answer_that_is_not_streamed():

@@ -11,7 +11,7 @@ from slipway_api.model_names import NameConflict
 from slipway_api.types import ServiceKey
 from slipway_kube.informer import Change
 from slipway_kube.objects import Node, Pod
-from slipway_kube.resources import INFERENCE_SERVICES
+from slipway_kube.resources import INFERENCE_SERVICES, WARM_POOLS
 from slipway_operator.controller.kinds import Key, Memory
 from slipway_operator.core.observed import Defaults, Sample
 from slipway_operator.inputs.caches import Caches, Inputs
@@ -242,7 +242,8 @@ def test_a_snapshot_holds_the_service_its_replicas_their_nodes_and_samples():
     pod = a_pod(spec={"nodeName": "node-a"})
     sample = Sample(at=datetime(2026, 1, 1, tzinfo=UTC), kv_usage=0.5, running=1, waiting=0)
     server = FakeApiServer()
-    caches = Caches(server.client(), [INFERENCE_SERVICES], namespaces=(), wake=lambda *_: None, on_drift=lambda _: None)
+    kinds = [INFERENCE_SERVICES, WARM_POOLS]
+    caches = Caches(server.client(), kinds, namespaces=(), wake=lambda *_: None, on_drift=lambda _: None)
     kind = InferenceServices(
         Inputs(
             caches=caches,

@@ -195,18 +195,14 @@ def _retry_headers(seconds: float | None) -> dict[str, str]:
     return {"Retry-After": str(max(1, math.ceil(seconds))), "retry-after-ms": str(max(1, math.ceil(seconds * 1000)))}
 
 
-def repeats_no_text(key: str) -> bool:
-    """Whether an error may repeat a key of the client. It may hold any text, a prompt included, unless it is a name."""
-    return _KEY.fullmatch(key) is not None
-
-
 def of_validation(errors: Sequence[Any], body: Any = None) -> ApiError:
     """The first validation error of a body, without the client's values. `body`: tells fields from names of types."""
     first, keys = validation_errors.first_cause(errors, body)
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, InvalidField):
         return ApiError(400, str(cause), param=cause.field)
-    path = ".".join(str(part) if repeats_no_text(str(part)) else "…" for part in keys)[:100]
+    # A key may hold any text of the client, a prompt included: only keys that look like a name are repeated.
+    path = ".".join(str(part) if _KEY.fullmatch(str(part)) else "…" for part in keys)[:100]
     if isinstance(cause, Unsupported):
         prefix = f"{path}." if path else ""
         return ApiError(400, f"{prefix}{cause}", param=prefix + cause.field, details=cause.details)

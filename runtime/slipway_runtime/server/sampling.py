@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from slipway_runtime.messages import EngineFacts, SamplingParams
-from slipway_runtime.server.errors import ApiError, prompt_too_long, repeats_no_text
+from slipway_runtime.server.errors import ApiError, prompt_too_long
 from slipway_runtime.server.openai_types import GenerationRequest
 from slipway_runtime.settings import SamplingDefaults
 
@@ -168,10 +168,10 @@ def _too_many_logprobs(count: int, field: str) -> ApiError:
 
 def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
     """Parse and check the token ids; the bounds of the values are checked by their type."""
-    wrong = next((key for key in given if not (key.isascii() and key.isdigit() and len(key) < _LONGEST_ID)), None)
-    if wrong is not None:
-        culprit = f"{wrong} is none" if repeats_no_text(wrong) else "one is none"
-        raise ApiError(400, f"the keys of logit_bias are token ids; {culprit}", param="logit_bias")
+    for place, key in enumerate(given, start=1):
+        if not (key.isascii() and key.isdigit() and len(key) < _LONGEST_ID):
+            sentence = f"the keys of logit_bias are token ids, and number {place} of {len(given)} is not one"
+            raise ApiError(400, sentence, param="logit_bias")
     bias = tuple((int(key), value) for key, value in given.items())
     _check_ids("logit_bias", tuple(token_id for token_id, _ in bias), vocab_size)
     return bias

@@ -166,7 +166,10 @@ def test_given_output_is_replayed_and_must_fit():
 
 @pytest.mark.capability("SO-1")
 def test_a_grammar_that_breaks_allows_only_an_end_and_says_so():
-    for grammar, sentence in ((regex("(a"), "cannot be compiled"), (Grammar(kind="x", text=""), "no kind of grammar")):
+    for grammar, sentence in (
+        (regex("(a"), "cannot be compiled"),
+        (Grammar(kind="x", text=""), "not a kind of grammar"),
+    ):
         loop = StepLoop(request("a", grammar), request("b", regex("[xy]")))
         masks = loop.masks("aa", "")
         assert masks[0] == {EOS}
