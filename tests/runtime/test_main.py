@@ -61,6 +61,8 @@ async def test_a_replica_starts_drains_when_asked_and_on_sigterm_finishes_its_st
         assert not list(replica.run_directory.glob("engine-*")), "its sockets are gone"
     assert {line["part"] for line in replica.log} == {"runtime"}
     assert "secret" not in json.dumps(replica.log)
+    warnings = [line["message"] for line in replica.log if line["level"] not in ("info", "debug")]
+    assert warnings == [], "a normal stop is no cause for an alarm (reference/field-2026.md F7)"
 
 
 @pytest.mark.capability("RD-1", "RD-2")

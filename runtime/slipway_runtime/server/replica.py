@@ -432,7 +432,8 @@ class Replica:
         """End a drain in which nothing can finish any more: its streams end now, or go on elsewhere."""
         while self._can_finish():  # noqa: ASYNC110  a hang is an event that does not happen
             await asyncio.sleep(HANG_CHECK_SECONDS)
-        log.warning("the drain ends: the engine makes no step any more", open=len(self._open))
+        if self._open:  # else it is the end of a normal stop
+            log.warning("the drain ends: the engine makes no step any more", open=len(self._open))
         self._refuse_new_requests()
         self._end_what_is_left(HUNG)
 
