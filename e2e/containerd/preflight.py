@@ -6,7 +6,9 @@ python -m e2e.containerd.preflight
 import os
 import platform
 import shutil
+import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +32,7 @@ class Machine:
     commands: tuple[str, ...]  # of COMMANDS, those that are missing
     programs: tuple[str, ...]  # of a node's programs, those that are missing
     packages: bool  # whether the missing ones can be fetched by apt-get
+    refused: str = ""  # what the kernel refused when it was tried
 
 
 def this_machine() -> Machine:
@@ -49,7 +52,27 @@ def this_machine() -> Machine:
         commands=tuple(tools.missing(COMMANDS)),
         programs=tuple(tools.missing(list(tools.NODE))),
         packages=all(shutil.which(command, path=SYSTEM_PATH) for command in ("apt-get", "dpkg")),
+        refused=_refused(hierarchies) if not os.geteuid() and hierarchies and not tools.missing(COMMANDS) else "",
     )
+
+
+def _refused(hierarchies: tuple[cgroups.Hierarchy, ...]) -> str:
+    """What the kernel refuses although the capabilities are there, as in many containers; empty: nothing."""
+    try:
+        cgroups.remove(cgroups.create(hierarchies, f"slipway-trial-{os.getpid()}").roots)
+    except OSError as error:
+        return f"a cgroup ({error})"
+    with tempfile.TemporaryDirectory() as folder:
+        layers = f"lowerdir={folder}/low,upperdir={folder}/up,workdir={folder}/work"
+        trial = (
+            f"mount -t tmpfs tmpfs {folder} && mkdir {folder}/low {folder}/up {folder}/work {folder}/all"
+            f" && mount -t overlay overlay -o {layers} {folder}/all"
+        )
+        # The mounts end with their namespace.
+        ended = subprocess.run(
+            ["unshare", "--mount", "--net", "sh", "-c", trial], capture_output=True, text=True, check=False
+        )
+    return f"an overlay in a mount namespace ({ended.stderr.strip()})" if ended.returncode else ""
 
 
 def missing(machine: Machine) -> list[str]:
@@ -69,6 +92,8 @@ def missing(machine: Machine) -> list[str]:
         found.append(f"The cgroup controllers {names} are not available: enable them in the root cgroup.")
     if machine.commands:
         found.append(f"The commands {', '.join(machine.commands)} are missing: install iproute2 and util-linux.")
+    if machine.refused:
+        found.append(f"The kernel refuses {machine.refused}: run this in a virtual machine.")
     if machine.programs and not machine.packages:
         found.append(f"The programs {', '.join(machine.programs)} are missing: install them.")
     return found

@@ -94,6 +94,10 @@ GOOD = preflight.Machine("Linux", 0, (1 << 41) - 1, True, "nodev\tproc\nnodev\to
         ({"file_systems": "nodev\tproc\n"}, "The kernel has no overlay file system: run modprobe overlay."),
         ({"without_controllers": ("cpuset",)}, "The cgroup controllers cpuset are not available"),
         ({"commands": ("ip",)}, "The commands ip are missing: install iproute2 and util-linux."),
+        (
+            {"refused": "a cgroup (Read-only file system)"},
+            "The kernel refuses a cgroup (Read-only file system): run this in a virtual machine.",
+        ),
         ({"programs": ("runc",), "packages": False}, "The programs runc are missing: install them."),
     ],
 )
@@ -101,6 +105,12 @@ def test_each_missing_prerequisite_is_one_sentence(changes, sentence):
     (found,) = preflight.missing(preflight.Machine(**(vars(GOOD) | changes)))
 
     assert found.startswith(sentence)
+
+
+def test_a_hierarchy_that_takes_no_cgroup_is_a_refusal_and_no_exception(tmp_path):
+    nowhere = Hierarchy(str(tmp_path / "missing"), "pids", "/")
+
+    assert "a cgroup (" in preflight._refused((nowhere,))
 
 
 def test_missing_programs_are_fetched_where_there_is_apt_get():
