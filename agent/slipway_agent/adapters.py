@@ -1,6 +1,6 @@
 """LoRA adapters of the engine: loaded, unloaded and listed by the calls that the dialect names.
 
-The engine's own list is the truth about what is loaded. The agent remembers only what that list cannot say: the version
+The engine's own list decides which adapters are loaded. The agent remembers only facts that the list lacks: the version
 and the pin of a load, loads that run, and why one failed. After a restart of the agent, an adapter of the same address
 is taken over as it is.
 
@@ -11,7 +11,7 @@ is taken over as it is.
 | any other          | nothing: refused in one sentence                         |
 
 The agent sees no content. It refuses a load that names a digest, and reports a digest of the address, with the prefix
-`source:`. What the engine has from an address is not loaded from there again: vLLM would answer from cached blocks that
+`source:`. An address that the engine has loaded is not loaded again: vLLM would answer from cached blocks that
 the old content has computed. New content needs a new address.
 """
 
@@ -32,7 +32,7 @@ from slipway_api.runtime_api import AdapterInfo, LoadAdapterRequest
 
 log = structlog.get_logger()
 
-ANSWER_SECONDS: Final = 0.2  # a load or an unload that takes longer answers 202, and goes on
+ANSWER_SECONDS: Final = 0.2  # a load or an unload that takes longer answers 202, and continues
 MOST_NAMES: Final = 1024
 MOST_LOADS: Final = 4  # at the same time
 MOST_WAITING_LOADS: Final = 64
@@ -43,7 +43,7 @@ LOADING, LOADED, FAILED = "loading", "host", "failed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What the agent knows of the adapter of a name."""
+    """The agent's record of one adapter."""
 
     name: str
     uri: str
@@ -65,7 +65,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What the engine lists: its first model, and its adapters with their sources."""
+    """The engine's list of models: its first model, and its adapters with their sources."""
 
     model: Mapping[str, Any]
     adapters: Mapping[str, str]
@@ -324,7 +324,7 @@ def _is_source(uri: str, source: str) -> bool:
 
 
 def _is_taken_over(before: Known | None, asked: LoadAdapterRequest, loaded: str, source: str) -> bool:
-    """Whether what the engine has is what is asked for; an agent that has restarted does not know of a pin."""
+    """Whether the engine has loaded the requested adapter. An agent that has restarted has no record of a pin."""
     was_pinned = before is not None and before.pinned
     return loaded == source and was_pinned == asked.pinned
 

@@ -93,7 +93,7 @@ class AdminPort:
         return _wire(Health(healthy=True))
 
     async def metrics(self, _: web.Request) -> web.Response:
-        """What the dialect names, under the names of our runtime."""
+        """The metrics of the dialect, under the names of our runtime."""
         replica, metrics = self.replica, self.replica.dialect.metrics
         seconds = replica.dialect.probe.timeout_seconds
         try:
@@ -127,7 +127,7 @@ class AdminPort:
             block_size=now.block_size,
             max_model_len=longest,
             max_num_seqs=self.settings.max_num_seqs or fitting,
-            # What of the rest is cached, no engine says: it is free, as cached blocks are on demand.
+            # No engine reports its cached blocks: they count as free, because they are freed on demand.
             blocks=BlockCounts(total=now.blocks, live=live, cached=0, free=now.blocks - live),
             queue=QueueCounts(running=now.running, waiting=now.waiting),
             draining=replica.draining,

@@ -24,7 +24,7 @@ class EngineError(Exception):
     EngineError
     ├── EngineClosed      nothing listens on its port
     ├── EngineSilent      no answer in time, or the connection broke
-    └── EngineUnreadable  an answer that is not what the dialect says
+    └── EngineUnreadable  an answer that does not fit the dialect
         └── EngineRefused     an answer with an error status
     """
 
@@ -38,7 +38,7 @@ class EngineSilent(EngineError):  # noqa: N818  reads as a fact where it is rais
 
 
 class EngineUnreadable(EngineError):  # noqa: N818  reads as a fact where it is raised
-    """The answer is not what the dialect says."""
+    """The answer does not fit the dialect."""
 
 
 class EngineRefused(EngineUnreadable):

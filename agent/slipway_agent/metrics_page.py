@@ -1,4 +1,4 @@
-"""The agent's own metrics page: what the dialect names, under the names that our runtime and dashboards use. Pure."""
+"""The agent's own metrics page: the metrics of the dialect, under the names that our runtime uses. Pure."""
 
 from collections.abc import Iterable, Mapping
 from typing import Final

@@ -1,4 +1,4 @@
-"""What a metrics page says, by the dialect: load, counters, size of the KV cache, start of the engine. Pure."""
+"""Reads load, counters, size of the KV cache and start of the engine from a metrics page, by the dialect. Pure."""
 
 import hashlib
 from collections.abc import Iterable, Mapping

@@ -129,7 +129,7 @@ class Replica:
         self._why_not = why
 
     def _has_booted(self) -> None:
-        """The engine is another one than before: nothing that it was told holds any more."""
+        """The engine has restarted: earlier requests to it no longer apply."""
         self._asleep = None
         if self._booting is not None:
             self._booting.cancel()
@@ -164,7 +164,7 @@ class Replica:
         return self.clock() - self._began
 
     async def readings(self) -> Readings:
-        """What the engine's metrics say now; raises EngineError."""
+        """The present values of the engine's metrics; raises EngineError."""
         async with self._reading:
             if self._before is not None and self.clock() - self._read_at < FRESH_SECONDS:
                 return self._before
@@ -213,7 +213,7 @@ class Replica:
             message = "the engine has not said whether it sleeps"
             return Ready(ready=False, reason=ReadyReason.LOADING, message=message)
         if self._asleep:
-            message = "this replica sleeps until /wake_up is asked for"
+            message = "this replica sleeps until /wake_up is called"
             return Ready(ready=False, reason=ReadyReason.SLEEPING, message=message)
         if self._booting is not None and not self._booting.done():
             message = "the adapters of the boot list are loading"
@@ -328,7 +328,7 @@ class Replica:
             return False
 
     async def _look(self) -> None:
-        """Count while a drain goes on, whether or not anybody asks."""
+        """Count while a drain runs, whether or not anybody asks."""
         try:
             await self._counted()
         except EngineError as error:

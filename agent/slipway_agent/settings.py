@@ -25,7 +25,7 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSettings:
-    """What one agent is started with."""
+    """The settings of one agent."""
 
     dialect: Dialect
     engine_url: str = ENGINE_URL

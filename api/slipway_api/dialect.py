@@ -209,7 +209,7 @@ class EngineSleep(_Strict):
 
 
 class Dialect(_Strict):
-    """What an agent must know of its engine."""
+    """How an agent talks to its engine."""
 
     engine: str = Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
     """The engine's name, for messages."""

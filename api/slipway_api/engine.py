@@ -101,14 +101,14 @@ class Source(StrEnum):
 
 
 class Policy(StrEnum):
-    """What becomes of a field that the engine has no flag for."""
+    """The treatment of a field for which the engine has no flag."""
 
     REFUSE = "Refuse"
     IGNORE = "Ignore"
 
 
 class FieldPolicy(Struct):
-    """What becomes of one field that no template names."""
+    """The treatment of one field that no template names."""
 
     name: FieldName
     """The field of the InferenceService, below spec."""
@@ -116,7 +116,7 @@ class FieldPolicy(Struct):
     """Refuse: a service that sets it gets no replicas, and Stalled says why. Ignore: the service runs without it, and
     the condition EngineFieldsHonoured says so."""
     why: str = Field(min_length=1, max_length=256)
-    """What the user should know, or do instead; the end of a sentence."""
+    """The reason or the remedy, as the end of a sentence."""
 
 
 class ResourceDefaults(Struct):
@@ -134,7 +134,7 @@ class EngineSpec(Struct):
     """How a replica of this engine is started, and how slipway-agent talks to it."""
 
     description: str = Field(default="", max_length=512)
-    """For people: what the engine is for, and who tests it."""
+    """For people: the purpose of the engine, and who tests it."""
     built_in: bool = False
     """Only for the engine slipway, Slipway's own runtime: the operator knows its command line, and reads nothing else
     of the object."""
