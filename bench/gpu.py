@@ -1,27 +1,37 @@
-"""Benchmark of GPU kernels and whole steps, `python -m bench.gpu`: measured beside what the plan on paper says.
+"""Benchmark of GPU kernels and whole steps: `python -m bench.gpu [--only NAMES] [--budget SECONDS] [--json FILE]`.
 
-The plan (`bench.gpu_plan`) is made for this card: its bandwidth and peak are those of a copy and of cuBLAS in the same
-run, not the data sheet's. So a ratio above 1 is a share of bandwidth or peak that was assumed too high, or time between
-kernels. Prefill and decode are told apart. Steps are the runtime's own, with weights that mean nothing, each launched
-before the one before it is read.
+Parts run in the order of their worth: the tests that need a GPU, what the card reaches, attention beside torch's own,
+whole steps beside the plan on paper (`bench.gpu_plan`), then the rest. Each part is printed, and appended to FILE as a
+line of JSON, as soon as it ends, so a run that is cut off leaves what it had. A part that the budget has no room for is
+named and left out; a part that fails is named too, and the others go on.
+
+The plan is made for this card: its bandwidth and peak are those of a copy and of cuBLAS in the same run, not the data
+sheet's. Steps are the runtime's own, with random weights, each launched before the one before it is read.
+
+Without a network: any Python with torch, triton, numpy, msgspec, structlog and rich runs it from a checkout, with
+PYTHONPATH=runtime:api:. in front; the first part needs pytest and hypothesis too.
 """
 
 import argparse
 import gc
 import json
 import math
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from bench import gpu_kernels
 from bench.figures import Figure, Section
+from bench.gpu_kernels import CONTEXTS, KV, PROMPTS, SHAPES, Ceilings, Timer
 from bench.gpu_models import PUBLISHED
 from bench.gpu_plan import CARDS, Card, Forms, Planned, decode, layers_of, prefill, table
 from bench.gpu_steps import SAMPLED, Machine, plan_after, with_layers
@@ -29,49 +39,110 @@ from slipway_runtime.models.config import parse_config
 from slipway_runtime.worker.capture import CudaCapture, free_device_memory
 
 STEPS_TIMED = 16
+STEPS = ((1, 1024), (32, 2048), (256, 1024))  # rows, context
+ROOT = Path(__file__).parent.parent
+
+
+class Here:
+    """The card of this machine; what it reaches is measured once, when a part first needs it."""
+
+    device = torch.device("cuda")
+
+    @cached_property
+    def timer(self) -> Timer:
+        """By CUDA's events."""
+        return gpu_kernels.on_gpu()
+
+    @cached_property
+    def ceilings(self) -> Ceilings:
+        """Of a copy and of a product."""
+        return gpu_kernels.ceilings(self.device, self.timer)
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The dimensions of a model that say how many bytes a decode step reads."""
+class Part:
+    """A part of the benchmark. seconds: on an H100, for the budget."""
 
-    name: str
-    layers: int
-    hidden: int
-    inner: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-
-    def kv_bytes(self, rows: int, context: int) -> int:
-        """In bf16."""
-        return 2 * 2 * self.layers * self.kv_heads * self.head_dim * rows * context
+    seconds: int
+    run: Callable[[Here], Iterator[Figure]]
 
 
-SHAPES = (
-    Shape("Qwen3-0.6B", 28, 1024, 3072, 16, 8, 128, 151_936),
-    Shape("Llama-3.1-8B", 32, 4096, 14_336, 32, 8, 128, 128_256),
-)
-STEPS = ((1, 1024), (1, 8192), (32, 2048), (256, 1024))  # rows, context
-PROMPTS = (2048, 8192)
+def _tests(here: Here) -> Iterator[Figure]:
+    """The kernels against their definitions, first: a wrong kernel's time is worth nothing."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/runtime/kernels", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    last = (done.stdout.strip().splitlines() or [done.stderr.strip()[-200:]])[-1]
+    yield Figure("pytest -m gpu tests/runtime/kernels: exit status", done.returncode, "", last, at_most=0)
 
 
-def measure() -> Section:
-    """Needs a GPU."""
-    bandwidth, peak = _copy_bandwidth(), _cublas_peak()
-    figures = [
-        Figure("copy bandwidth", bandwidth / 1e9, "GB/s", "1 GiB, read and written"),
-        Figure("cuBLAS peak", peak / 1e12, "TFLOP/s", "8192³, bf16"),
-    ]
+def _ceilings(here: Here) -> Iterator[Figure]:
+    yield Figure("copy", here.ceilings.bandwidth / 1e9, "GB/s", "1 GiB, read and written")
+    yield Figure("product of bf16", here.ceilings.peak / 1e12, "TFLOP/s", "cuBLAS, 8192³")
+
+
+def _decode(here: Here) -> Iterator[Figure]:
     for shape in SHAPES:
-        for rows, context in STEPS:
-            figures += _decode(shape, rows, context, bandwidth)
-        for length in (512, 2048, 8192):
-            figures += _prefill(shape, length, peak)
-        figures += _rowwise(shape, bandwidth)
-        figures += whole_steps(shape.name, torch.device("cuda"), card_here(bandwidth, peak), STEPS, PROMPTS)
-    return Section(f"kernels on {torch.cuda.get_device_name()}", tuple(figures))
+        yield from gpu_kernels.decode(shape, here.device, here.timer, here.ceilings, CONTEXTS, tuple(KV))
+
+
+def _prefill(here: Here) -> Iterator[Figure]:
+    for shape in SHAPES:
+        yield from gpu_kernels.prefill(shape, here.device, here.timer, here.ceilings, PROMPTS)
+
+
+def _rowwise(here: Here) -> Iterator[Figure]:
+    for shape in SHAPES:
+        yield from gpu_kernels.rowwise(shape, here.device, here.timer, here.ceilings)
+
+
+def _steps(here: Here) -> Iterator[Figure]:
+    card = card_here(here.ceilings.bandwidth, here.ceilings.peak)
+    for shape in SHAPES:
+        yield from whole_steps(shape.name, here.device, card, STEPS, PROMPTS)
+
+
+def _quantized(here: Here) -> Iterator[Figure]:
+    card = card_here(here.ceilings.bandwidth, here.ceilings.peak)
+    for forms in (Forms(weights="int8"), Forms(weights="fp8"), Forms(kv="fp8")):
+        settings = {"quantization": forms.weights, "kv_dtype": forms.kv}
+        yield from whole_steps("Llama-3.1-8B", here.device, card, STEPS[1:2], (512, 2048), forms, **settings)
+
+
+def _experts(here: Here) -> Iterator[Figure]:
+    card = card_here(here.ceilings.bandwidth, here.ceilings.peak)
+    yield from whole_steps("Qwen3-30B-A3B", here.device, card, STEPS[1:2], (2048,))
+
+
+PARTS = {
+    "tests": Part(120, _tests),
+    "card": Part(3, _ceilings),
+    "decode": Part(30, _decode),
+    "prefill": Part(30, _prefill),
+    "steps": Part(40, _steps),
+    "quantized": Part(40, _quantized),
+    "rows": Part(10, _rowwise),
+    "experts": Part(40, _experts),
+}
+
+
+def measure(
+    here: Here, parts: dict[str, Part], *, budget: float = math.inf, clock: Callable[[], float] = time.monotonic
+) -> Iterator[tuple[str, Section]]:
+    """The figures of each part as it ends. A part without room in what is left of the budget (seconds) has none."""
+    begun = clock()
+    for name, part in parts.items():
+        left, at = budget - (clock() - begun), clock()
+        figures: list[Figure] = []
+        if part.seconds > left:
+            title = f"{name}: left out, {left:.0f} s of the budget are left and it takes about {part.seconds} s"
+            yield name, Section(title, ())
+            continue
+        try:
+            figures += part.run(here)
+            title = f"{name}: {clock() - at:.0f} s"
+        except Exception as error:  # noqa: BLE001  whatever it is, the other parts have their time
+            title = f"{name}: failed after {clock() - at:.0f} s, {type(error).__name__}: {str(error)[:300]}"
+        yield name, Section(title, tuple(figures))
 
 
 def card_here(bandwidth: float, peak: float) -> Card:
@@ -86,24 +157,29 @@ def whole_steps(
     card: Card,
     steps: Sequence[tuple[int, int]],
     prompts: Sequence[int],
+    forms: Forms = Forms(),  # noqa: B008  it has no state
     **settings: Any,
 ) -> Iterator[Figure]:
     """Decode steps (rows, context) and prompts (tokens) of a model, each ÷ its plan. settings: of the machine."""
     for rows, context in steps:
-        planned = decode(model, card, rows, context)
+        planned = decode(model, card, rows, context, forms)
         with a_real_machine(model, device, rows, context, **settings) as machine:
             measured = step_seconds(machine, rows, context)
-        yield _beside(planned, measured)
+        yield _beside(planned, measured, forms)
     for tokens in prompts:
-        planned = prefill(model, card, tokens)
+        planned = prefill(model, card, tokens, forms)
         with a_real_machine(model, device, 1, tokens, **settings) as machine:
             measured = prompt_seconds(machine, tokens)
-        yield _beside(planned, measured)
+        yield _beside(planned, measured, forms)
 
 
-def _beside(planned: Planned, measured: float) -> Figure:
-    note = f"measured {measured * 1e3:.2f} ms, planned {planned.seconds * 1e3:.2f}"
-    return Figure(f"{planned.model}, {planned.case}: measured ÷ planned", measured / planned.seconds, "×", note)
+def _beside(planned: Planned, measured: float, forms: Forms) -> Figure:
+    note = (
+        f"measured {measured * 1e3:.2f} ms, planned {planned.seconds * 1e3:.2f}, "
+        f"roofline {planned.roofline_seconds * 1e3:.2f}"
+    )
+    name = f"{planned.model}, {forms}, {planned.case}: measured ÷ planned"
+    return Figure(name, measured / planned.seconds, "×", note)
 
 
 @contextmanager
@@ -153,94 +229,12 @@ def prompt_seconds(machine: Machine, tokens: int) -> float:
     return best
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    from triton.testing import do_bench  # flushes the L2 cache between runs
-
-    return float(do_bench(run, warmup=25, rep=100, return_mode="median")) / 1e3
-
-
-def _copy_bandwidth() -> float:
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / _seconds(lambda: target.copy_(source))
-
-
-def _cublas_peak() -> float:
-    a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-    return 2 * 8192**3 / _seconds(lambda: a @ a)
-
-
-def _moved(name: str, moved: int, seconds: float, bandwidth: float) -> list[Figure]:
-    return [
-        Figure(name, moved / seconds / 1e9, "GB/s", f"{seconds * 1e6:.1f} µs"),
-        Figure(f"{name}, of the copy bandwidth", 100 * moved / seconds / bandwidth, "%"),
-    ]
-
-
-def _attention(shape: Shape, past: int, new: int, rows: int) -> Callable[[], object]:
-    from slipway_runtime.kernels import gpu
-
-    page = 16
-    blocks = -(-(past + new) // page)
-    like = torch.empty(0, dtype=torch.bfloat16, device="cuda")
-    cache = like.new_zeros(rows * blocks + 1, 2, shape.kv_heads, page, shape.head_dim)
-    tables = np.random.default_rng(0).permutation(rows * blocks).reshape(rows, blocks) + 1
-    plan = gpu.plan_attention(np.full(rows, past), np.full(rows, new), tables, page, like)
-    heads = torch.randn(rows * new, shape.q_heads + 2 * shape.kv_heads, shape.head_dim, device="cuda").to(like.dtype)
-    kv = heads[:, shape.q_heads :].view(-1, 2, shape.kv_heads, shape.head_dim)
-    q, scale = heads[:, : shape.q_heads], shape.head_dim**-0.5
-    return lambda: gpu.paged_attention(q, kv, cache, plan, scale)
-
-
-def _decode(shape: Shape, rows: int, context: int, bandwidth: float) -> list[Figure]:
-    seconds = _seconds(_attention(shape, context - 1, 1, rows))
-    moved = shape.kv_bytes(rows, context) // shape.layers
-    return _moved(f"{shape.name} decode attention, {rows} × {context}", moved, seconds, bandwidth)
-
-
-def _prefill(shape: Shape, length: int, peak: float) -> list[Figure]:
-    seconds = _seconds(_attention(shape, 0, length, 1))
-    flops = 2 * length * length * shape.q_heads * shape.head_dim  # two products, half of each: causal
-    name = f"{shape.name} prefill attention, {length}"
-    return [
-        Figure(name, flops / seconds / 1e12, "TFLOP/s", f"{seconds * 1e6:.1f} µs"),
-        Figure(f"{name}, of the cuBLAS peak", 100 * flops / seconds / peak, "%"),
-    ]
-
-
-def _rowwise(shape: Shape, bandwidth: float) -> list[Figure]:
-    from slipway_runtime.kernels import gpu
-
-    tokens = 4096
-
-    def some(*size: int) -> torch.Tensor:
-        return torch.randn(*size, device="cuda").to(torch.bfloat16)
-
-    x, residual, weight = some(tokens, shape.hidden), some(tokens, shape.hidden), some(shape.hidden)
-    gate_up, scores = some(tokens, 2 * shape.inner), some(256, shape.vocabulary).float()
-    one = torch.ones(256, device="cuda")
-    whole = torch.zeros(256, dtype=torch.int64, device="cuda")
-    runs: list[tuple[str, int, Callable[[], object]]] = [
-        ("add and norm", 4 * x.nbytes, lambda: gpu.add_rms_norm(x, residual, weight, 1e-5)),
-        ("SwiGLU", gate_up.nbytes * 3 // 2, lambda: gpu.swiglu(gate_up)),
-        ("sample of 256", scores.nbytes, lambda: gpu.sample(scores, one, whole, one, 0 * one, whole, whole)),
-        (
-            "sample of 256, top-p",
-            scores.nbytes,
-            lambda: gpu.sample(scores, one, whole, 0.9 * one, 0 * one, whole, whole),
-        ),
-    ]
-    return [
-        figure
-        for name, moved, run in runs
-        for figure in _moved(f"{shape.name} {name}", moved, _seconds(run), bandwidth)
-    ]
-
-
 def main() -> int:
-    """Print, and write JSON where asked."""
+    """Print each part as it ends, and append it to a file of JSON lines where one is named."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--only", default=",".join(PARTS), metavar="NAMES", help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="start no part beyond it")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append each part's figures there, a line of JSON")
     parser.add_argument("--plan", nargs=2, metavar=("MODEL", "CARD"), help="a roofline on paper; needs no GPU")
     parser.add_argument("--weights", choices=("none", "int8", "fp8"), default="none", help="of --plan")
     parser.add_argument("--kv", choices=("auto", "fp8", "int8"), default="auto", help="of --plan")
@@ -251,15 +245,25 @@ def main() -> int:
             parser.error(f"--plan takes one of {', '.join(PUBLISHED)} and one of {', '.join(CARDS)}")
         print(table(model, card, Forms(options.weights, options.kv)))
         return 0
+    if unknown := set(options.only.split(",")) - PARTS.keys():
+        parser.error(f"--only has {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
+    parts = {name: part for name, part in PARTS.items() if name in options.only.split(",")}
     if not torch.cuda.is_available():
         print("There is no GPU here that torch can use: nothing was measured.")
         return 0
     from rich.console import Console
 
-    section = measure()
-    Console(width=None if sys.stdout.isatty() else 140).print(section.table())
-    if options.json:
-        options.json.write_text(json.dumps(asdict(section), indent=2) + "\n")
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; estimated seconds: "
+        + ", ".join(f"{name} {part.seconds}" for name, part in parts.items())
+    )
+    for name, section in measure(Here(), parts, budget=options.budget):
+        console.print(section.table())
+        if options.json:
+            with options.json.open("a") as file:
+                line = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "part": name}
+                file.write(json.dumps(line | asdict(section)) + "\n")
     return 0
 
 

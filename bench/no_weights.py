@@ -11,7 +11,7 @@ from slipway_runtime.models.quantized_checkpoint import parse_quantization
 
 
 class NoWeights:
-    """A checkpoint whose tensors have shapes, and on a real device numbers that mean nothing."""
+    """A checkpoint whose tensors have shapes, and on a real device random numbers."""
 
     def __init__(self, dtype: torch.dtype, config: ModelConfig, device: torch.device) -> None:
         """Of a model whose experts may be MXFP4, or its layers float8 in blocks of 128 × 128, AWQ or GPTQ in 4 bits."""
@@ -46,29 +46,34 @@ class NoWeights:
         if module in self._in_int4:
             return self._int4(leaf, *self._in_int4[module])
         if module not in self._in_float8:
-            return torch.empty(self._shapes[name], dtype=torch.uint8, device=self.device)
+            # Codes, and scales near 2⁰ of E8M0, so that sums of many products stay finite.
+            low, high = (118, 122) if name.endswith("_scales") else (0, 256)
+            return torch.randint(low, high, self._shapes[name], dtype=torch.uint8, device=self.device)
         out_size, in_size = self._in_float8[module]
         if leaf == "weight":
-            return torch.empty(out_size, in_size, dtype=torch.float8_e4m3fn, device=self.device)
-        return torch.empty(-(-out_size // 128), -(-in_size // 128), device=self.device)
+            return self._normal((out_size, in_size), torch.bfloat16).to(torch.float8_e4m3fn)
+        return torch.full((-(-out_size // 128), -(-in_size // 128)), 1.0, device=self.device)
 
     def _int4(self, leaf: str, out_size: int, in_size: int) -> Tensor:
         """Eight codes are a word: of inputs in GPTQ's qweight, of outputs in all others."""
         assert self._form is not None
         groups = in_size // self._form.group
         if leaf == "scales":
-            return torch.empty(groups, out_size, dtype=torch.float16, device=self.device)
+            return self._normal((groups, out_size), torch.float16)
         if leaf == "qweight":
             shape = (in_size // 8, out_size) if self._form.method == "gptq" else (in_size, out_size // 8)
         else:
             shape = (groups, out_size // 8)
-        return torch.empty(shape, dtype=torch.int32, device=self.device)
+        return torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32, device=self.device)
 
     def take(self, name: str, *shape: int, rows: slice | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """As `Checkpoint.take`."""
         first = shape[0] if rows is None else len(range(*rows.indices(shape[0])))
-        # Small: sums of many products stay finite, and no branch of sampling meets a NaN.
-        return torch.empty((first, *shape[1:]), dtype=dtype or self.dtype, device=self.device).fill_(0.01)
+        return self._normal((first, *shape[1:]), dtype or self.dtype)
+
+    def _normal(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Random: a GPU computes zeros faster than numbers. Small: sums of many products stay finite."""
+        return torch.empty(shape, dtype=dtype, device=self.device).normal_(std=0.02)
 
     def in_parallel(self, make: Any, count: int) -> list[Any]:
         """As `Checkpoint.in_parallel`."""

@@ -19,8 +19,8 @@ MAX_SPLITS = 32  # of a decode row: longer ones have longer splits
 # two for each multiprocessor of an H100. 32 tokens after 32k, 8 KV heads: 2 tiles · 8 heads → 264 // 16 = 16 splits of
 # 2k, 256 programs in place of 16. A chunk of more than half as many programs is not cut.
 CHUNK_SPLIT, MAX_CHUNK_SPLITS, CHUNK_PROGRAMS = 1024, 32, 264
-# Programs of a decode launch. More than a GPU runs at once, so that programs of long rows start as short rows end; few
-# enough that a captured launch, which must cover the longest context, is not mostly programs without work.
+# Programs of a decode launch. More than a GPU runs at once, so that some start as others end; few enough that a captured
+# launch, which must cover the longest context, is not mostly programs without work.
 DECODE_PROGRAMS = 2048
 
 
@@ -50,6 +50,7 @@ class AttentionPlan:
     lengths: Tensor  # (R,) past and new tokens
     tables: Tensor  # (R, blocks of the longest)
     num_decodes: int
+    work: Tensor  # (1 + num_decodes · most_splits,) int32: the splits of decode rows, see `decode_work`
     most_splits: int  # most splits of any decode row
     split: int  # fewest tokens of a split of a decode row
     max_splits: int  # limit of `most_splits`
@@ -116,11 +117,13 @@ def plan_attention(
     lengths, num_decodes = num_computed + num_new, int(np.count_nonzero(num_new == 1))
     chunk_starts = num_decodes + np.concatenate((np.zeros(1, dtype=np.int64), num_new[num_decodes:].cumsum()))
     on_device = upload([array.astype(np.int32) for array in (lengths, block_tables, chunk_starts)], like.device)
+    most_splits = int(num_splits(lengths[:num_decodes], SPLIT, MAX_SPLITS).max(initial=1))
     return AttentionPlan(
         lengths=on_device[0],
         tables=on_device[1],
         num_decodes=num_decodes,
-        most_splits=int(num_splits(lengths[:num_decodes], SPLIT, MAX_SPLITS).max(initial=1)),
+        work=on_device[0].new_empty(1 + num_decodes * most_splits),
+        most_splits=most_splits,
         split=SPLIT,
         max_splits=MAX_SPLITS,
         chunk_starts=on_device[2],
@@ -136,7 +139,7 @@ def split_tokens(lengths: Ints, tokens: int, most: Ints | int) -> Ints:
 
 
 def num_splits(lengths: Ints, tokens: int, most: int) -> Ints:
-    """Number of splits of sequences of these lengths; must equal `paged_attention._splits_of`."""
+    """Number of splits of sequences of these lengths; must equal `paged_attention.splits_of`."""
     return np.maximum(_ceil_div(lengths, split_tokens(lengths, tokens, most)), 1)
 
 

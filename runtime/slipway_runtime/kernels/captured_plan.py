@@ -63,11 +63,13 @@ def chunk_capacity(num_tokens: int, max_num_seqs: int) -> ChunkCapacity:
 
 def plan_for_capture(num_rows: int, max_model_len: int, block_size: int, like: Tensor) -> AttentionPlan:
     """Plan for CUDA graphs: one new token a row, static buffers that `update_static_inputs` fills, fixed launches."""
+    most_splits = int(num_splits(np.array(max_model_len), SPLIT, MAX_SPLITS))
     return AttentionPlan(
         lengths=torch.zeros(num_rows, dtype=torch.int32, device=like.device),
         tables=torch.zeros(num_rows, -(-max_model_len // block_size), dtype=torch.int32, device=like.device),
         num_decodes=num_rows,
-        most_splits=int(num_splits(np.array(max_model_len), SPLIT, MAX_SPLITS)),
+        work=torch.zeros(1 + num_rows * most_splits, dtype=torch.int32, device=like.device),
+        most_splits=most_splits,
         split=SPLIT,
         max_splits=MAX_SPLITS,
         chunk_starts=torch.zeros(1, dtype=torch.int32, device=like.device),

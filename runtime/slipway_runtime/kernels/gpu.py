@@ -3,16 +3,15 @@
 Importing this imports Triton; `dispatch` imports it for CUDA devices only.
 """
 
-from slipway_runtime.kernels.attention_plan import plan_attention
 from slipway_runtime.kernels.captured_plan import (
     chunk_capacity,
     empty_chunks,
     first_rows,
     pack_chunks,
     plan_for_capture,
-    update_static_inputs,
     with_chunks,
 )
+from slipway_runtime.kernels.decode_work import plan_attention, update_static_inputs
 from slipway_runtime.kernels.expert_rows import choose_experts
 from slipway_runtime.kernels.experts import mix_experts
 from slipway_runtime.kernels.lora import add_lora, plan_lora, plan_lora_for_capture, update_static_lora_inputs

@@ -1,8 +1,8 @@
 """Paged attention on a GPU (split-KV decode, chunked prefill), in Triton. Tested against `reference.paged_attention`.
 
 Two kernels share one inner loop over tiles of keys, which are found through the block table:
-- decode: one new token a row. A sequence is cut into splits, which the programs of a KV head share; a second kernel
-  merges the splits if there may be more than one. The splits of a row depend on its own length alone, and each is
+- decode: one new token a row. A sequence is cut into splits; the programs of a KV head share the splits of all rows by
+  a list (`decode_work`); a second kernel merges the splits if there may be more than one. The splits of a row depend on its own length alone, and each is
   computed alone: a row's arithmetic depends neither on the batch nor on how many programs share its splits, so that
   CUDA graphs can replay the step.
 - extend: several new tokens a row, causal by absolute position. Scores exist one tile of BLOCK_M × BLOCK_N at a time.
@@ -12,8 +12,8 @@ padding: neither its block table nor the cache is read for it, and its output is
 multiplied in the dtype of the queries, which holds them exactly; the scales are applied to scores and weights.
 
 The lower bound of decode is the cache's bytes over the memory's bandwidth: a token of a layer costs 2 · Hkv · D ·
-itemsize bytes (4 KiB at Hkv 8, D 128, bf16). The compiled kernels are described in docs/gpu-ledger.md; nothing was
-timed yet.
+itemsize bytes (4 KiB at Hkv 8, D 128, bf16). An H100 reaches 0.87 to 0.90 of it (docs/performance.md); docs/gpu-ledger.md
+describes the compiled kernels.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
@@ -83,9 +83,9 @@ def _launch_decode(
     if merge:
         partial = q.new_empty(rows, splits, num_heads, head_dim, dtype=torch.float32)
         stats = q.new_empty(rows, splits, num_heads, 2, dtype=torch.float32)
-    programs = min(splits, triton.cdiv(DECODE_PROGRAMS, rows * num_kv_heads))
-    _decode[(rows, num_kv_heads, programs)](
-        q, cache, scales_of(cache, head_dim), out, partial, stats, plan.lengths, plan.tables,
+    programs = min(rows * splits, triton.cdiv(DECODE_PROGRAMS, num_kv_heads))
+    _decode[(num_kv_heads, programs)](
+        q, cache, scales_of(cache, head_dim), out, partial, stats, plan.work, plan.lengths, plan.tables,
         plan.tables.stride(0), q.stride(0), q.stride(1), window, scale * math.log2(math.e), splits,
         *of_scoring(scoring, q),
         SOFTCAP=scoring is not None and scoring.softcap is not None,
@@ -193,50 +193,94 @@ def power_of_two(n: int) -> int:
 
 @triton.jit
 def attend(
-    q, cache, scales, kv_head, table, start, end, since, seen, scale_log2, softcap_log2,
-    SOFTCAP: tl.constexpr,
+    q, cache, scales, kv_head, table, start, all_see, all_saw, end, since, seen, scale_log2, softcap_log2,
+    UNMASKED: tl.constexpr, SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Softmax over positions start … end, in base 2; query i attends to since[i] … seen[i] ≤ end of them.
 
     q: (BLOCK_M, BLOCK_D) -> maximum and sum (BLOCK_M,), weighted values (BLOCK_M, BLOCK_D), not yet divided by the sum.
+    UNMASKED: all queries attend to all of all_see … all_saw, so tiles in there are added without masks: of a long prompt
+    all but those at a window's edge and on the diagonal. It pays where tensor cores are the bound: an H100 computed a
+    prompt of 8,192 tokens in 0.88 of the time, and decode in 1.05. Tiles are added in the order of their positions.
     """
-    page: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4) if QUANTIZED else BLOCK_SIZE * HEAD_DIM
-    values: tl.constexpr = NUM_KV_HEADS * page  # from a key to its value; two of them are a block
-    d = tl.arange(0, BLOCK_D)
     maximum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    for first in range(start, end, BLOCK_N):
-        n = first + tl.arange(0, BLOCK_N)
-        # A block's number times its stride may exceed 32 bits.
-        block = tl.load(table + n // BLOCK_SIZE, mask=n < end, other=0).to(tl.int64)
-        token = block * (2 * values) + kv_head * page + (n % BLOCK_SIZE) * HEAD_DIM
-        place = cache + token[:, None] + d[None, :]
-        wanted = (n < end)[:, None] & (d < HEAD_DIM)[None, :]
+    whole = end
+    rest = end
+    if UNMASKED:
+        # Without a window all_see is near the least number there is: nothing may be subtracted from it.
+        whole = tl.minimum(start + tl.cdiv(tl.maximum(all_see, start) - start, BLOCK_N) * BLOCK_N, end)
+        rest = whole + tl.maximum(all_saw - whole, 0) // BLOCK_N * BLOCK_N
+    for first in range(start, whole, BLOCK_N):
+        maximum, total, acc = _add_tile(
+            q, cache, scales, kv_head, table, first, end, since, seen, scale_log2, softcap_log2, maximum, total, acc,
+            True, SOFTCAP, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, QUANTIZED, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    if UNMASKED:
+        for first in range(whole, rest, BLOCK_N):
+            maximum, total, acc = _add_tile(
+                q, cache, scales, kv_head, table, first, end, since, seen, scale_log2, softcap_log2, maximum, total, acc,
+                False, SOFTCAP, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, QUANTIZED, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+        for first in range(rest, end, BLOCK_N):
+            maximum, total, acc = _add_tile(
+                q, cache, scales, kv_head, table, first, end, since, seen, scale_log2, softcap_log2, maximum, total, acc,
+                True, SOFTCAP, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, QUANTIZED, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+    return maximum, total, acc
+
+
+@triton.jit
+def _add_tile(
+    q, cache, scales, kv_head, table, first, end, since, seen, scale_log2, softcap_log2, maximum, total, acc,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Add the BLOCK_N keys from `first` on to a running softmax. MASKED: some query does not attend to some of them."""
+    page: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4) if QUANTIZED else BLOCK_SIZE * HEAD_DIM
+    values: tl.constexpr = NUM_KV_HEADS * page  # from a key to its value; two of them are a block
+    d = tl.arange(0, BLOCK_D)
+    n = first + tl.arange(0, BLOCK_N)
+    there = n < end if MASKED else n >= 0
+    # A block's number times its stride may exceed 32 bits.
+    block = tl.load(table + n // BLOCK_SIZE, mask=there, other=0) if MASKED else tl.load(table + n // BLOCK_SIZE)
+    block = block.to(tl.int64)
+    token = block * (2 * values) + kv_head * page + (n % BLOCK_SIZE) * HEAD_DIM
+    place = cache + token[:, None] + d[None, :]
+    if MASKED or HEAD_DIM < BLOCK_D:
+        wanted = there[:, None] & (d < HEAD_DIM)[None, :]
         k = tl.load(place, mask=wanted, other=0.0)
         v = tl.load(place + values, mask=wanted, other=0.0)
-        if QUANTIZED:
-            scale = scales + block * (2 * values // 4) + kv_head * (page // 4) + n % BLOCK_SIZE
-            k_scale = tl.load(scale, mask=n < end, other=0.0) * scale_log2
-            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * k_scale[None, :]
-        else:
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-        if SOFTCAP:  # cap · tanh(score / cap), through the exponential
-            scores = softcap_log2 * (1.0 - 2.0 / (tl.exp2(scores * (2 * LOG2_E / softcap_log2)) + 1.0))
+    else:
+        k = tl.load(place)
+        v = tl.load(place + values)
+    factor = scale_log2  # of scores; where it is the same for all keys it becomes part of the exponent's FMA
+    if QUANTIZED:
+        scale = scales + block * (2 * values // 4) + kv_head * (page // 4) + n % BLOCK_SIZE
+        k_scale = tl.load(scale, mask=there, other=0.0) * scale_log2
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * k_scale[None, :]
+        factor = 1.0
+    else:
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if SOFTCAP:  # cap · tanh(score / cap), through the exponential
+        scores = softcap_log2 * (1.0 - 2.0 / (tl.exp2(scores * factor * (2 * LOG2_E / softcap_log2)) + 1.0))
+        factor = 1.0
+    if MASKED:
         visible = (n[None, :] >= since[:, None]) & (n[None, :] < seen[:, None])
         scores = tl.where(visible, scores, float("-inf"))
-        # Finite from the first tile on, though a window may hide all of it: -inf - -inf would be NaN.
-        higher = tl.maximum(tl.maximum(maximum, tl.max(scores, 1)), LOWEST)
-        shrink = tl.exp2(maximum - higher)
-        p = tl.exp2(scores - higher[:, None])
-        total = total * shrink + tl.sum(p, 1)
-        if QUANTIZED:
-            p = p * tl.load(scale + values // 4, mask=n < end, other=0.0)[None, :]
-        acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), v.to(q.dtype), input_precision=PRECISION)
-        maximum = higher
-    return maximum, total, acc
+    # Finite from the first tile on, though a window may hide all of it: -inf - -inf would be NaN.
+    higher = tl.maximum(tl.maximum(maximum, tl.max(scores, 1) * factor), LOWEST)
+    shrink = tl.exp2(maximum - higher)
+    p = tl.exp2(scores * factor - higher[:, None])
+    total = total * shrink + tl.sum(p, 1)
+    if QUANTIZED:
+        p = p * tl.load(scale + values // 4, mask=there, other=0.0)[None, :]
+    acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), v.to(q.dtype), input_precision=PRECISION)
+    return higher, total, acc
 
 
 @triton.jit
@@ -248,7 +292,7 @@ def with_sink(maximum, total, acc, sink):
 
 
 @triton.jit
-def _splits_of(length, SPLIT_TOKENS: tl.constexpr, MOST_SPLITS: tl.constexpr):
+def splits_of(length, SPLIT_TOKENS: tl.constexpr, MOST_SPLITS: tl.constexpr):
     """Number of splits of a sequence, and tokens per split, a multiple of SPLIT_TOKENS."""
     tokens = (tl.cdiv(tl.cdiv(length, MOST_SPLITS), SPLIT_TOKENS)) * SPLIT_TOKENS
     tokens = tl.maximum(tokens, SPLIT_TOKENS)
@@ -257,47 +301,50 @@ def _splits_of(length, SPLIT_TOKENS: tl.constexpr, MOST_SPLITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["table_stride", "window", "room"])
 def _decode(
-    q, cache, scales, out, partial, stats, lengths, tables,
+    q, cache, scales, out, partial, stats, work, lengths, tables,
     table_stride, q_token_stride, q_head_stride, window, scale_log2, room, sinks, softcap_log2,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     GROUPS: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MOST_SPLITS: tl.constexpr, PARTIAL: tl.constexpr,
     HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Splits of one row, for the query heads of one KV head. Grid: (rows, Hkv, programs that share the splits).
+    """Splits of the list `work` (`decode_work`), for the query heads of one KV head. Grid: (Hkv, programs).
 
+    The heads of a split are neighbours in the grid, so the longest splits, first in the list, start together and first.
     `room`: splits of a row in `partial` and `stats`.
     """
-    row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    length = tl.load(lengths + row)
-    num_splits, tokens = _splits_of(length, SPLIT_TOKENS, MOST_SPLITS)
-    first = tl.maximum(length - window, 0)  # what a window hides is not read
+    kv_head = tl.program_id(0)
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     head = kv_head * GROUPS + m
     ours = (m < GROUPS)[:, None] & (d < HEAD_DIM)[None, :]
-    tile = tl.load(q + row * q_token_stride + head[:, None] * q_head_stride + d[None, :], mask=ours, other=0.0)
-    since = tl.zeros([BLOCK_M], dtype=tl.int32) + first
     num_heads: tl.constexpr = NUM_KV_HEADS * GROUPS
-    for split in range(tl.program_id(2), num_splits, tl.num_programs(2)):
+    for place in range(tl.program_id(1), tl.load(work), tl.num_programs(1)):
+        item = tl.load(work + 1 + place)
+        row = (item // MOST_SPLITS).to(tl.int64)
+        split = item % MOST_SPLITS
+        length = tl.load(lengths + row)
+        _, tokens = splits_of(length, SPLIT_TOKENS, MOST_SPLITS)
+        first = tl.maximum(length - window, 0)  # what a window hides is not read
         end = tl.minimum((split + 1) * tokens, length)
         start = tl.maximum(split * tokens, first // BLOCK_N * BLOCK_N)
+        tile = tl.load(q + row * q_token_stride + head[:, None] * q_head_stride + d[None, :], mask=ours, other=0.0)
+        since = tl.zeros([BLOCK_M], dtype=tl.int32) + first
         seen = tl.zeros([BLOCK_M], dtype=tl.int32) + end
         maximum, total, acc = attend(
-            tile, cache, scales, kv_head, tables + row * table_stride, start, end, since, seen, scale_log2,
-            softcap_log2, SOFTCAP, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, QUANTIZED, BLOCK_M, BLOCK_N, BLOCK_D,
+            tile, cache, scales, kv_head, tables + row * table_stride, start, first, end, end, since, seen, scale_log2,
+            softcap_log2, False, SOFTCAP, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, QUANTIZED, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         if SINKS:  # in the first split, which there always is
             sink = tl.load(sinks + head, mask=m < GROUPS, other=0.0) * LOG2_E
             maximum, total, acc = with_sink(maximum, total, acc, tl.where(split == 0, sink, float("-inf")))
         if PARTIAL:
-            place = (row * room + split) * num_heads + head
-            store_partial(partial, stats, place, maximum, total, acc, m < GROUPS, HEAD_DIM, BLOCK_D)
+            slot = (row * room + split) * num_heads + head
+            store_partial(partial, stats, slot, maximum, total, acc, m < GROUPS, HEAD_DIM, BLOCK_D)
         else:
             attended = acc / tl.where(total > 0, total, 1.0)[:, None]
-            place = row * num_heads + head
-            tl.store(out + place[:, None] * HEAD_DIM + d[None, :], attended.to(out.dtype.element_ty), mask=ours)
+            into = row * num_heads + head
+            tl.store(out + into[:, None] * HEAD_DIM + d[None, :], attended.to(out.dtype.element_ty), mask=ours)
 
 
 @triton.jit
@@ -317,7 +364,7 @@ def _merge(
 ):  # fmt: skip
     """Merge the splits of one decode row and head. Grid: (rows, Hq)."""
     row = tl.program_id(0).to(tl.int64)
-    num_splits, _ = _splits_of(tl.load(lengths + row), SPLIT_TOKENS, MOST_SPLITS)
+    num_splits, _ = splits_of(tl.load(lengths + row), SPLIT_TOKENS, MOST_SPLITS)
     _merge_splits(partial, stats, out, row, row * room, num_splits, HEAD_DIM, BLOCK_D, BLOCK_S)
 
 
@@ -398,9 +445,10 @@ def _extend(
         start = tl.maximum(start, split * tokens)
         end = tl.minimum(end, (split + 1) * tokens)
     maximum, total, acc = attend(
-        tile, cache, scales, kv_head, tables + tl.cast(chunk, tl.int64) * table_stride, start, end,
+        tile, cache, scales, kv_head, tables + tl.cast(chunk, tl.int64) * table_stride,
+        start, past + first + QUERIES - window, tl.minimum(past + first + 1, end), end,
         past + t + 1 - window, tl.minimum(past + t + 1, end), scale_log2, softcap_log2,
-        SOFTCAP, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, QUANTIZED, BLOCK_M, BLOCK_N, BLOCK_D,
+        True, SOFTCAP, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, QUANTIZED, BLOCK_M, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     if SINKS:
         sink = tl.load(sinks + head, mask=m < QUERIES * GROUPS, other=0.0) * LOG2_E

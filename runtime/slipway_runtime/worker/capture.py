@@ -1,6 +1,8 @@
 """Capture of steps as CUDA graphs: the capture itself, what all captured steps of a runner share, what a step gives."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -73,11 +75,30 @@ class CudaCapture:
         torch.cuda.current_stream().wait_stream(stream)
 
     def record(self, compute: Callable[[], object]) -> CapturedGraph:
-        """Capture a computation that was run before: the device computes nothing."""
+        """Capture a computation that was run before: the device computes nothing.
+
+        Graphs and the runner that has them refer to each other, so the collector frees old ones, at any moment; and
+        freeing a graph while another is captured ends the capture with an error. Seen on an H100.
+        """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with (
+            _no_collection(),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             compute()
         return CapturedGraph(graph.replay)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's collector of cycles does not run inside."""
+    ran = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if ran:
+            gc.enable()
 
 
 def first_line(error: Exception) -> str:

@@ -27,7 +27,7 @@ from slipway_runtime.worker.decode_graphs import DecodeGraphs
 from slipway_runtime.worker.input_batch import InputBatch
 from slipway_runtime.worker.inputs import HostInputs
 
-# Numbers of tokens. From about 512 on, even a model of 0.6 B parameters computes for as long as its launches take.
+# Numbers of tokens. Larger steps of small models wait for the host: docs/performance.md.
 CHUNK_SIZES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 WORKSPACE_BYTES = 64 << 20  # of cuBLAS, on the stream that captures
 LAUNCH_BYTES = 8 << 10  # driver memory per captured launch; an estimate, to be measured on a GPU

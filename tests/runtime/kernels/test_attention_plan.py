@@ -71,14 +71,14 @@ def test_the_grid_of_a_long_recording_is_bounded(monkeypatch):
     monkeypatch.setattr(kernels, "_decode", Watched("decode"))
     monkeypatch.setattr(kernels, "_merge", Watched("merge"))
     cache = torch.empty(2, 2, 8, *kv_pages.page_shape(16, 64, torch.float16), dtype=torch.float16)
-    for rows, programs in ((1, 32), (8, 32), (32, 8), (256, 1)):
+    for rows, programs in ((1, 32), (8, 256), (32, 256), (256, 256)):
         plan = captured_plan.plan_for_capture(rows, 32768, 16, torch.empty(0))
         q = torch.empty(rows, 32, 64, dtype=torch.float16)
         kernels.paged_attention(q, q, cache, plan, 0.1)
-        assert grids["decode"] == (rows, 8, programs)
+        assert grids["decode"] == (8, programs)
     short = attention_plan.plan_attention(np.array([1023]), np.array([1]), np.zeros((1, 64), dtype=np.int64), 16, cache)
     kernels.paged_attention(q[:1], q[:1], cache, short, 0.1)
-    assert grids["decode"] == (1, 8, 4), "twice the programs of splits of 512"
+    assert grids["decode"] == (8, 4), "twice the programs of splits of 512"
 
 
 def test_the_tiles_with_the_most_keys_start_first():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from slipway_runtime.kernels import attention_plan, captured_plan, gpu, gpu_fixed_order, reference
+from slipway_runtime.kernels import attention_plan, captured_plan, decode_work, gpu, gpu_fixed_order, reference
 from slipway_runtime.kernels import paged_attention as kernels
 from slipway_runtime.kernels.attention_plan import ChunkTile
 from slipway_runtime.kernels.captured_plan import ChunkCapacity, chunk_capacity, pack_chunks
@@ -241,7 +241,7 @@ def captured_attention(step: Step, device: torch.device, capacity: ChunkCapacity
     rows, lengths, *static = (torch.from_numpy(one).to(device) for one in packed)
     plan = captured_plan.plan_for_capture(capacity.rows, width * step.block_size, step.block_size, cache)
     plan = captured_plan.with_chunks(plan, capacity, *static)
-    captured_plan.update_static_inputs(plan, lengths, tables, rows)
+    decode_work.update_static_inputs(plan, lengths, tables, rows)
     return kernels.paged_attention(q, kv, cache, plan, SCALE, window).cpu()
 
 
@@ -272,7 +272,7 @@ def test_a_recording_of_padding_reads_and_writes_nothing(device):
     plan = captured_plan.plan_for_capture(capacity.rows, 64, 16, rows)
     plan = captured_plan.with_chunks(plan, capacity, *static)
     tables = torch.full((1, 4), OUTSIDE, dtype=torch.int32, device=device)
-    captured_plan.update_static_inputs(plan, lengths, tables, rows)
+    decode_work.update_static_inputs(plan, lengths, tables, rows)
     q = torch.full((8, 4, 16), 1e4, device=device)
     cache = torch.full((2, 2, 2, 16, 16), 1e4, device=device)
     assert not kernels.paged_attention(q, q, cache, plan, SCALE).any()

@@ -4,6 +4,7 @@ Without a GPU a recording computes again, into the scores that it had: what diff
 could change, so that is watched.
 """
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -325,6 +326,22 @@ def test_all_recordings_warm_up_and_record_on_one_stream(streams):
     assert computed == [4, 4, 2, 2, 1, 1], "once to warm up, once to record"
     assert len(made) == 1
     assert used == made * 6, "what is recorded runs on the stream that it was warmed up on"
+
+
+def _fails() -> None:
+    raise RuntimeError
+
+
+@pytest.mark.capability("KN-5", "ST-7")
+def test_no_old_graph_is_freed_while_another_is_recorded(streams):
+    """On an H100 the collector freed the graphs of an earlier runner inside a capture, which CUDA then refused."""
+    collects = []
+    CudaCapture(torch.device("cuda", 0))(lambda: collects.append(gc.isenabled()))
+    assert collects == [True, False], "while it warms up it may"
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError):
+        CudaCapture(torch.device("cuda", 0)).record(_fails)
+    assert gc.isenabled()
 
 
 @pytest.mark.capability("KN-5", "ST-7")

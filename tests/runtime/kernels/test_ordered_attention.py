@@ -85,7 +85,8 @@ def test_a_token_has_the_same_bits_in_a_prompt_in_a_chunk_as_a_draft_and_in_deco
 
     def of_step(programs: int, *step: list[int]) -> Tensor:
         monkeypatch.setattr(ordered_plan, "CHUNK_PROGRAMS", programs)
-        return attended(prompt, *step, device, window=window, scoring=scoring)
+        there = scoring and Scoring(scoring.softcap, scoring.sinks.to(device))
+        return attended(prompt, *step, device, window=window, scoring=there)
 
     expected = of_step(NEVER, [0, 0], [40, 21], [0, 1], list(range(61)))
     tokens = [*range(45, 61), *range(11, 39)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipway_runtime.kernels import attention_plan, kv_pages, reference
+from slipway_runtime.kernels import attention_plan, decode_work, kv_pages, reference
 from slipway_runtime.kernels import paged_attention as kernels
 from tests.runtime.kernels import tolerance
 from tests.runtime.paging import paged
@@ -73,7 +73,7 @@ class Step:
         used = -(-(self.num_computed + self.num_new) // self.block_size)
         tables = np.where(np.arange(self.tables.shape[1]) < used[:, None], self.tables, OUTSIDE)
         cache = self.cache.to(device)
-        plan = attention_plan.plan_attention(self.num_computed, self.num_new, tables, self.block_size, cache)
+        plan = decode_work.plan_attention(self.num_computed, self.num_new, tables, self.block_size, cache)
         return kernels.paged_attention(self.q.to(device), self.kv.to(device), cache, plan, SCALE, window).cpu()
 
     def agrees(self, device: torch.device, window: int | None = None) -> None:
@@ -224,7 +224,7 @@ def test_a_long_prompt_allocates_its_output_and_no_scores(device):
     """A long prompt allocates its output and no scores; what a kernel holds is a tile, its size a constant."""
     length, head_dim = 200, 16
     step = a_step([(0, length)], groups=1, head_dim=head_dim)
-    plan = attention_plan.plan_attention(step.num_computed, step.num_new, step.tables, step.block_size, step.cache)
+    plan = decode_work.plan_attention(step.num_computed, step.num_new, step.tables, step.block_size, step.cache)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         kernels.paged_attention(step.q, step.kv, step.cache, plan, SCALE)
     allocated = sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages())

@@ -76,7 +76,7 @@ def test_draws_what_the_reference_draws_in_one_mixed_batch(vocabulary, device, m
 @pytest.mark.capability("KN-6")
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("name", ["top-k", "top-p", "min-p", "all of them"])
-@pytest.mark.parametrize("candidates", [64, 1])
+@pytest.mark.parametrize("candidates", [64, 2])
 def test_keeps_the_tokens_that_the_reference_keeps(name, candidates, device, monkeypatch):
     """Finding 6: among few candidates of each tile, or, where they do not suffice, in the whole row."""
     torch.manual_seed(1)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipway_runtime.kernels import attention_plan, kv_pages, norms, store_kv
+from slipway_runtime.kernels import decode_work, kv_pages, norms, store_kv
 from slipway_runtime.kernels import paged_attention as kernels
 from tests.runtime.kernels.pairwise import pairwise
 from tests.runtime.kernels.test_paged_attention import PADDING, Step, a_step
@@ -99,7 +99,7 @@ def test_a_cache_may_be_larger_than_32_bits_count(kv_dtype):
     large[first:].view(torch.int8).copy_(small.cache.view(torch.int8))
     step = Step(small.q, small.kv, large, small.num_computed, small.num_new, small.tables + first, small.block_size)
     expected = small.reference(None)
-    plan = attention_plan.plan_attention(step.num_computed, step.num_new, step.tables, step.block_size, large)
+    plan = decode_work.plan_attention(step.num_computed, step.num_new, step.tables, step.block_size, large)
     actual = kernels.paged_attention(step.q, step.kv, large, plan, 0.3)
     torch.testing.assert_close(actual.double(), expected, atol=step.tolerance, rtol=0)
 
