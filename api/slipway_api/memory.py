@@ -59,6 +59,8 @@ class ModelShape:
     experts: int = 0  # of a sparse layer; 0: no layer has any
     experts_per_token: int = 0
     moe_intermediate: int = 0  # the inner width of one expert
+    shared_intermediate: int = 0  # the inner width of the expert of all tokens in a sparse layer
+    gated: bool = True  # the dense feed-forward has gate, up and down; False: up and down
     sparse_layers: int = 0  # layers with experts in place of a feed-forward; 0: all, where there are experts
 
     @property
@@ -68,19 +70,20 @@ class ModelShape:
         With experts, that of the experts which a token passes through, together.
         """
         if self.experts:
-            sparse = self.experts_per_token * self.moe_intermediate
+            sparse = self.experts_per_token * self.moe_intermediate + self.shared_intermediate
             return max(sparse, self.intermediate) if self._dense_layers else sparse
         if self.intermediate:
             return self.intermediate
         per_layer = (self.parameters - self.embedding_parameters) // self.layers - self._attention_parameters
-        return max(0, per_layer // (3 * self.hidden)) or 4 * self.hidden
+        return max(0, per_layer // (self._mlp_matrices * self.hidden)) or 4 * self.hidden
 
     @property
     def projections(self) -> tuple[tuple[int, int], ...]:
-        """(in, out) of the seven matrices of a layer: q, k, v, o, gate, up, down."""
+        """(in, out) of the matrices of a layer: q, k, v, o, gate if there is one, up, down."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = ((self.hidden, q), (self.hidden, kv), (self.hidden, kv), (q, self.hidden))
-        return (*attention, (self.hidden, self.mlp), (self.hidden, self.mlp), (self.mlp, self.hidden))
+        inputs = ((self.hidden, self.mlp),) * (self._mlp_matrices - 1)
+        return (*attention, *inputs, (self.mlp, self.hidden))
 
     @property
     def embedding_parameters(self) -> int:
@@ -97,7 +100,8 @@ class ModelShape:
             return self.layers * sum(a * b for a, b in self.projections)
         dense = self._dense_layers * 3 * self.hidden * self.intermediate
         router = self.hidden * self.experts
-        sparse = (self.layers - self._dense_layers) * (self.experts * 3 * self.hidden * self.moe_intermediate + router)
+        inner = self.experts * self.moe_intermediate + self.shared_intermediate
+        sparse = (self.layers - self._dense_layers) * (3 * self.hidden * inner + router)
         return self.layers * self._attention_parameters + dense + sparse
 
     @property
@@ -107,7 +111,9 @@ class ModelShape:
             return self.layers * sum(out for _, out in self.projections)
         attention = (self.heads + 2 * self.kv_heads) * self.head_dim + self.hidden
         dense = self._dense_layers * (2 * self.intermediate + self.hidden)
-        sparse = (self.layers - self._dense_layers) * self.experts * (2 * self.moe_intermediate + self.hidden)
+        shared = 2 * self.shared_intermediate + self.hidden if self.shared_intermediate else 0
+        each = self.experts * (2 * self.moe_intermediate + self.hidden) + shared
+        sparse = (self.layers - self._dense_layers) * each
         return self.layers * attention + dense + sparse
 
     @property
@@ -121,13 +127,16 @@ class ModelShape:
         With more devices than key-value heads, each device has a copy of one key-value head.
         """
         heads, kv_heads = (-(-count // devices) for count in (self.heads, self.kv_heads))
-        mlp, inner = (
-            features_of_rank(count, 0, devices).stop
-            for count in (self.intermediate if self.experts else self.mlp, self.moe_intermediate)
-        )
+        widths = (self.intermediate if self.experts else self.mlp, self.moe_intermediate, self.shared_intermediate)
+        mlp, inner, shared = (features_of_rank(count, 0, devices).stop for count in widths)
         part = replace(self, heads=heads, kv_heads=kv_heads, intermediate=mlp, moe_intermediate=inner, parameters=0)
+        part = replace(part, shared_intermediate=shared)
         vocabulary = -(-max(0, self.all_parameters - self.linear_parameters) // devices)
         return replace(part, parameters=part.linear_parameters + vocabulary)
+
+    @property
+    def _mlp_matrices(self) -> int:
+        return 3 if self.gated else 2
 
     @property
     def _dense_layers(self) -> int:

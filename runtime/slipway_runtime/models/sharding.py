@@ -124,7 +124,11 @@ def part_of(config: ModelConfig, size: int, rank: int = 0) -> ModelConfig:
         num_q_heads=config.num_q_heads // size,
         num_kv_heads=max(1, config.num_kv_heads // size),
         intermediate_size=inner(config.intermediate_size),
-        experts=None if experts is None else replace(experts, intermediate_size=inner(experts.intermediate_size)),
+        experts=None
+        if experts is None
+        else replace(
+            experts, intermediate_size=inner(experts.intermediate_size), shared_size=inner(experts.shared_size)
+        ),
     )
 
 
@@ -140,6 +144,8 @@ def _refusal(config: ModelConfig, size: int) -> str:
     if config.wide_qk_norm and size > 1:
         return f"{config.model_type} models have a norm over all heads, and a rank has a part of them; use 1"
     features = [config.intermediate_size, *([] if config.experts is None else [config.experts.intermediate_size])]
+    if config.experts is not None and config.experts.shared_size:
+        features.append(config.experts.shared_size)
     if min(features) < size:
         return f"the model has {min(features)} inner features, fewer than ranks; use at most {min(features)}"
     return ""
