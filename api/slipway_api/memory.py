@@ -43,6 +43,9 @@ def features_of_rank(count: int, rank: int, ranks: int) -> slice:
     return slice(start * unit, (start + own + (rank < longer)) * unit)
 
 
+LATENT_PLANES: Final = 1  # a token's latent is its key and its value (latent attention)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The sizes of a decoder that decide its memory. `parameters`, `intermediate` and `vocab` are 0 where unknown."""
@@ -60,6 +63,8 @@ class ModelShape:
     experts_per_token: int = 0
     moe_intermediate: int = 0  # the inner width of one expert
     shared_intermediate: int = 0  # the inner width of the expert of all tokens in a sparse layer
+    kv_planes: int = 2  # key and value; 1: one latent vector is both (latent attention)
+    attention_parameters: int = 0  # of a layer; 0: counted from the heads
     gated: bool = True  # the dense feed-forward has gate, up and down; False: up and down
     sparse_layers: int = 0  # layers with experts in place of a feed-forward; 0: all, where there are experts
 
@@ -97,7 +102,8 @@ class ModelShape:
         Qwen3-30B-A3B: 48 layers × (18.9 M of attention + 128 experts × 3 × 2048 × 768) = 29.9 G.
         """
         if not self.experts:
-            return self.layers * sum(a * b for a, b in self.projections)
+            mlp = self._mlp_matrices * self.hidden * self.mlp
+            return self.layers * (self._attention_parameters + mlp)
         dense = self._dense_layers * 3 * self.hidden * self.intermediate
         router = self.hidden * self.experts
         inner = self.experts * self.moe_intermediate + self.shared_intermediate
@@ -130,9 +136,13 @@ class ModelShape:
         widths = (self.intermediate if self.experts else self.mlp, self.moe_intermediate, self.shared_intermediate)
         mlp, inner, shared = (features_of_rank(count, 0, devices).stop for count in widths)
         part = replace(self, heads=heads, kv_heads=kv_heads, intermediate=mlp, moe_intermediate=inner, parameters=0)
-        part = replace(part, shared_intermediate=shared)
+        part = replace(part, shared_intermediate=shared, attention_parameters=-(-self.attention_parameters // devices))
         vocabulary = -(-max(0, self.all_parameters - self.linear_parameters) // devices)
         return replace(part, parameters=part.linear_parameters + vocabulary)
+
+    def kv_bytes_per_token(self, kv_dtype: str) -> int:
+        """Bytes of one token in the KV cache, all layers together."""
+        return kv_bytes_per_token(self.layers, self.kv_heads, self.head_dim, kv_dtype, self.kv_planes)
 
     @property
     def _mlp_matrices(self) -> int:
@@ -144,7 +154,7 @@ class ModelShape:
 
     @property
     def _attention_parameters(self) -> int:
-        return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        return self.attention_parameters or 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,10 +232,13 @@ def weight_bytes(shape: ModelShape, dtype: str, quantization: str = "none", *, o
     return plain
 
 
-def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, kv_dtype: str) -> int:
-    """Keys and values of one token in all layers. One byte formats carry a scale per token and head."""
+def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, kv_dtype: str, planes: int = 2) -> int:
+    """Keys and values of one token in all layers. One byte formats carry a scale per token and head.
+
+    planes: 1 for latent attention, with one vector of size `head_dim` for each token.
+    """
     head = head_dim * WEIGHT_BYTES[kv_dtype] + (SCALE_BYTES if WEIGHT_BYTES[kv_dtype] == 1 else 0)
-    return 2 * layers * kv_heads * head
+    return planes * layers * kv_heads * head
 
 
 def adapter_slot_bytes(shape: ModelShape, max_rank: int, dtype: str) -> int:
@@ -271,7 +284,7 @@ def plan(shape: ModelShape, needs: Needs, *, memory_bytes: int, utilization: flo
     if found is not None:
         return found
     taken = footprint(shape, needs)
-    per_token = kv_bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim, _kv_dtype(needs))
+    per_token = shape.kv_bytes_per_token(_kv_dtype(needs))
     of = f" ({_gib(memory_bytes)} × {utilization:g})" if utilization != 1 else ""
     left = budget - taken.total
     adapters = f" + {needs.max_adapters} adapter slots {_gib(taken.adapters)}" if taken.adapters else ""
@@ -296,7 +309,7 @@ def utilization_warning(utilization: float) -> str | None:
 
 
 def _fit(shape: ModelShape, needs: Needs, budget: int) -> Fits | None:
-    per_token = kv_bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim, _kv_dtype(needs))
+    per_token = shape.kv_bytes_per_token(_kv_dtype(needs))
     blocks = pool_blocks(budget - footprint(shape, needs).total, per_token, needs.block_size)
     of_one = -(-needs.max_model_len // needs.block_size)
     if blocks < max(of_one, SMALLEST_POOL):
@@ -321,7 +334,7 @@ def _one(needs: Needs) -> int:
 def _advice(shape: ModelShape, needs: Needs, budget: int) -> str:
     """The settings that would make it fit, each alone; else how much memory the device would need."""
     settings: list[str] = []
-    per_token = kv_bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim, _kv_dtype(needs))
+    per_token = shape.kv_bytes_per_token(_kv_dtype(needs))
     left = budget - footprint(shape, needs).total
     length = pool_blocks(left, per_token, needs.block_size) * needs.block_size
     if length >= SMALLEST_POOL * needs.block_size:

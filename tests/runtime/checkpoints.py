@@ -23,6 +23,8 @@ _WINDOWS = {"sliding_window": 9, "num_hidden_layers": 3,
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1,
            "routed_scaling_factor": 1.7, "norm_topk_prob": True}  # fmt: skip
+_LATENT = {"kv_lora_rank": 20, "q_lora_rank": 28, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
+           "num_key_value_heads": 4}  # fmt: skip
 # Families that are compared with `transformers` in every way: name of a shape -> model_type, and its peculiar keys.
 OTHER_FAMILIES = {
     "gemma": ("gemma", {"head_dim": 12}),
@@ -79,6 +81,20 @@ OTHER_FAMILIES = {
                                       "moe_num_shared_experts": 2, "num_hidden_layers": 3}),
     "llama4_text": ("llama4_text", {"num_local_experts": 4, "intermediate_size": 24, "intermediate_size_mlp": 80,
                                     "head_dim": 12, "num_hidden_layers": 4, "interleave_moe_layer_step": 2}),
+    "deepseek_v2": ("deepseek_v2", {**_LATENT, **_ROUTED, "norm_topk_prob": False, "first_k_dense_replace": 1,
+                                    "topk_method": "greedy"}),
+    "deepseek_v2 in groups, without a latent of q": ("deepseek_v2", {
+        **_LATENT, **_ROUTED, "q_lora_rank": None, "norm_topk_prob": False, "topk_method": "group_limited_greedy",
+        "n_group": 4, "topk_group": 2}),
+    "deepseek_v3": ("deepseek_v3", {**_LATENT, **_ROUTED, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+                                    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 16,
+        "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "deepseek_v3 with biases, in two halves": ("deepseek_v3", {
+        **_LATENT, **_ROUTED, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "attention_bias": True,
+        "rope_interleave": False}),
+    "glm4_moe_lite": ("glm4_moe_lite", {**_LATENT, **_ROUTED, "num_hidden_layers": 3}),
+    "youtu": ("youtu", {**_LATENT}),
 }  # fmt: skip
 
 

@@ -75,6 +75,16 @@ class Attention:
         self.rotary_table = rotary_table
         self.wide_norms = wide_norms
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Its matrices, in the order in which they compute."""
+        return self.qkv, self.out
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its weights; norms are too small to count."""
+        return self.qkv.nbytes + self.out.nbytes
+
     def __call__(self, x: Tensor, cache: Tensor, step: StepContext) -> Tensor:
         """x: (T, H) -> (T, H)."""
         q_heads, kv_heads = self.num_q_heads, self.num_kv_heads

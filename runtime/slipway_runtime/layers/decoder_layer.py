@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slipway_runtime.kernels.dispatch import Kernels
 from slipway_runtime.layers.attention import Attention, StepContext
+from slipway_runtime.layers.latent_attention import LatentAttention
 from slipway_runtime.layers.linear import Linear
 from slipway_runtime.layers.native_layer import NativeLayer, native_layer
 from slipway_runtime.layers.norm import Norm, RMSNorm
@@ -92,7 +93,7 @@ class DecoderLayer:
 
     def __init__(
         self,
-        attention: Attention,
+        attention: Attention | LatentAttention,
         mlp: Mlp,
         attention_norm: Norm | None,
         mlp_norm: Norm | None,
@@ -113,7 +114,8 @@ class DecoderLayer:
         self._parallel = parallel
         self.native: NativeLayer | None = None  # None: always computed part by part
         is_plain = attention_out_norm is None and mlp_out_norm is None and output_scale == 1.0
-        is_plain = is_plain and not attention.late_norms and not parallel
+        if not isinstance(attention, Attention) or attention.late_norms or parallel:
+            return
         if not (isinstance(mlp, DenseMlp) and mlp.has_gate and is_plain):
             return
         if isinstance(attention_norm, RMSNorm) and isinstance(mlp_norm, RMSNorm):
@@ -143,12 +145,12 @@ class DecoderLayer:
     @property
     def linears(self) -> tuple[Linear, ...]:
         """Its matrices that adapters may change, in the order in which they compute."""
-        return self.attention.qkv, self.attention.out, *self.mlp.linears
+        return *self.attention.linears, *self.mlp.linears
 
     @property
     def nbytes(self) -> int:
         """Memory of its weights; norms are too small to count."""
-        return self.attention.qkv.nbytes + self.attention.out.nbytes + self.mlp.nbytes
+        return self.attention.nbytes + self.mlp.nbytes
 
 
 def _normed(norm: Norm | None, x: Tensor | None, stream: Tensor) -> Tensor:

@@ -6,10 +6,11 @@ from typing import Any, Final
 
 import structlog
 
-from slipway_api.memory import ModelShape
+from slipway_api.memory import LATENT_PLANES, ModelShape
 from slipway_runtime.layers.rotary import RopeScaling
 from slipway_runtime.models.config_experts import Experts, experts_of
 from slipway_runtime.models.config_keys import HONOURED, INERT, may_compute
+from slipway_runtime.models.config_latent import Latent, latent_of
 from slipway_runtime.models.config_layers import (
     biases_of,
     check_attention_types,
@@ -97,6 +98,7 @@ class ModelConfig:
     norm_bias: bool = False
     parallel: bool = False  # attention and MLP read the same norm
     unit_head_norms: bool = False  # q and k have norms without weights, in layers with positions
+    latent: Latent | None = None  # latent attention (MLA); head_dim is then the size of a token in the cache
     draft_layers: bool = False  # the checkpoint has further layers that draft tokens; they are not loaded
     mlp: MlpNames = GATED
     residual_scale: float = 1.0  # of the outputs of attention and MLP
@@ -123,6 +125,10 @@ class ModelConfig:
             vocab=self.vocab_size,
             tied=self.tied_embeddings,
             gated=bool(self.mlp.gate),
+            kv_planes=self.kv_planes,
+            attention_parameters=0
+            if self.latent is None
+            else self.latent.parameters(self.hidden_size, self.num_q_heads),
             experts=0 if self.experts is None else self.experts.count,
             experts_per_token=0 if self.experts is None else self.experts.per_token,
             moe_intermediate=0 if self.experts is None else self.experts.intermediate_size,
@@ -143,12 +149,19 @@ class ModelConfig:
     @property
     def takes_adapters(self) -> bool:
         """Whether adapters are supported: not with experts, merged or reordered matrices, or an MLP without a gate."""
+        if self.latent is not None:
+            return False
         is_as_stored = not (self.fused_projections or self.fused_mlp or self.interleaved or not self.mlp.gate)
         return is_as_stored and self.experts is None
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes of one token's keys and values in all layers. Counts KV heads, not attention heads."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
+        return self.kv_planes * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
+
+    @property
+    def kv_planes(self) -> int:
+        """Vectors of a token and head in the cache: key and value, or one latent that is both."""
+        return 2 if self.latent is None else LATENT_PLANES
 
 
 log = structlog.get_logger()
@@ -211,19 +224,25 @@ def _decoder(model_type: str, family: Family, raw: dict[str, Any], generation: d
         return whole(raw, key, at_most=_MOST[key])
 
     hidden, heads, layers = size("hidden_size"), size("num_attention_heads"), size("num_hidden_layers")
+    latent = latent_of(family, raw)
     kv_heads = heads if raw.get("num_key_value_heads") is None else size("num_key_value_heads")
+    if latent is not None:
+        kv_heads = 1
     if heads % kv_heads:
         raise ModelRefusedError(f"{heads} attention heads cannot be shared by {kv_heads} key-value heads")
     head_dim = (family.head_dim or hidden // heads) if raw.get("head_dim") is None else size("head_dim")
-    if head_dim < 2 or head_dim % 2:
+    if latent is not None:
+        head_dim = latent.rank + latent.rotary
+    elif head_dim < 2 or head_dim % 2:
         raise ModelRefusedError(f"heads have {head_dim} dimensions: rotary positions turn pairs of them")
-    if (shared := heads // kv_heads) > _MOST_SHARING or shared * head_dim > _MOST_SHARED_SIZE:
+    shared = heads // kv_heads
+    if latent is None and (shared > _MOST_SHARING or shared * head_dim > _MOST_SHARED_SIZE):
         raise ModelRefusedError(
             f"{shared} attention heads of size {head_dim} share a key-value head: at most {_MOST_SHARING} heads and "
             f"{_MOST_SHARED_SIZE} numbers together are supported"
         )
     window, sliding = sliding_layers(model_type, raw, layers)
-    turned = rotary_dim(model_type, raw, head_dim)
+    turned = rotary_dim(model_type, raw, head_dim) if latent is None else latent.rotary
     scaling = rope_scaling(model_type, raw, turned)
     biases = biases_of(model_type, raw)
     return ModelConfig(
@@ -254,11 +273,12 @@ def _decoder(model_type: str, family: Family, raw: dict[str, Any], generation: d
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
         eos_token_ids=_eos_token_ids(raw, generation),
         activation=family.activation,
-        rotary_dim=0 if turned == head_dim else turned,
+        rotary_dim=0 if turned == head_dim or latent is not None else turned,
         local_rope_theta=local_rope_theta(model_type, raw),
         layers_without_positions=layers_without_positions(model_type, raw, layers),
         fused_projections=family.fused,
-        attention_scale=_attention_scale(model_type, raw),
+        attention_scale=_attention_scale(model_type, raw) if latent is None else latent.scale(scaling),
+        latent=latent,
         attention_softcap=_optional(raw, "attn_logit_softcapping"),
         logit_softcap=_optional(raw, "final_logit_softcapping"),
         attention_sinks=model_type == "gpt_oss",
@@ -272,7 +292,7 @@ def _decoder(model_type: str, family: Family, raw: dict[str, Any], generation: d
         parallel=family.parallel,
         mlp=family.mlp,
         wide_qk_norm=family.wide_qk_norm,
-        interleaved=family.interleaved,
+        interleaved=family.interleaved and raw.get("rope_interleave") is not False,
         fused_mlp=family.fused_mlp,
         residual_scale=_factor(raw, "residual_multiplier"),
         logit_scale=_logit_scale(model_type, raw),

@@ -139,6 +139,11 @@ def _sparse_layers(keys: MoeKeys, raw: dict[str, Any], layers: int) -> frozenset
                 raise ModelRefusedError("config.json: mlp_only_layers is not a list of layers")
             return frozenset(index for index in range(layers) if (index + 1) % step == 0 and index not in dense)
         case "after dense":
+            kinds = raw.get("mlp_layer_types")
+            if kinds is not None:
+                if not isinstance(kinds, list) or len(kinds) != layers or set(map(str, kinds)) - {"dense", "sparse"}:
+                    raise ModelRefusedError(f"config.json: mlp_layer_types does not name each of the {layers} layers")
+                return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
             demand(raw, "moe_layer_freq", 1)
             return frozenset(range(max(0, index("first_k_dense_replace", keys.dense_layers)), layers))
         case "interval":

@@ -34,6 +34,8 @@ def biases_of(model_type: str, raw: dict[str, Any]) -> Biases:
             return Biases(False, False, False)
         case "glm4_moe" | "solar_open":
             return Biases(attention, False, False)
+        case "deepseek_v2" | "deepseek_v3" | "kimi_k2" | "glm4_moe_lite" | "youtu":
+            return Biases(False, attention, mlp)
         case "internlm3":
             attention, mlp = attention or flag(raw, "qkv_bias"), mlp or flag(raw, "bias")
         case "cohere" | "cohere2" | "hunyuan_v1_dense" | "granitemoe" | "granitemoeshared" | "dots1" | "llama4_text":

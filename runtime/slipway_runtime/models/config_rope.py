@@ -161,11 +161,14 @@ def _yarn(block: dict[str, Any], trained: int, longest: int) -> RopeScaling:
         return number(block, key) if key in block else None
 
     slow = number(block, "beta_slow") if block.get("beta_slow") else 1.0
+    fast = number(block, "beta_fast") if block.get("beta_fast") else 32.0
+    if fast < slow:
+        raise ModelRefusedError(f"config.json: beta_fast is {fast:g}; a number from beta_slow, {slow:g}, is needed")
     return RopeScaling(
         "yarn",
         factor=factor,
         original_max_position=trained,
-        beta_fast=number(block, "beta_fast", above=slow) if block.get("beta_fast") else 32.0,
+        beta_fast=fast,
         beta_slow=slow,
         truncate=flag(block, "truncate") if "truncate" in block else True,
         attention_factor=optional("attention_factor"),

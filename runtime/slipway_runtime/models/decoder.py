@@ -119,7 +119,7 @@ def load_decoder(
         reduce=share.reduce,
     )
     rotary = Rotary(
-        config.head_dim,
+        config.head_dim if config.latent is None else config.latent.rotary,
         config.rope_theta,
         config.rope_scaling,
         max_positions,

@@ -44,6 +44,11 @@
 | minimax_m2  | MiniMax-M2                        | half of a head rotated, norms of all heads as one, the same       |
 | ernie4_5_moe | ERNIE 4.5 with experts           | as ernie4_5, experts chosen by corrected scores                   |
 | llama4_text | Llama 4, text only                | norms of heads without weights, layers without positions, experts |
+| deepseek_v2 | DeepSeek-V2, V2-Lite              | latent attention; experts by softmax, in groups                   |
+| deepseek_v3 | DeepSeek-V3, R1, V3.1             | latent attention; experts as glm4_moe                             |
+| kimi_k2     | Kimi K2                           | the same                                                          |
+| glm4_moe_lite | GLM-4.7-Flash                   | the same                                                          |
+| youtu       | Youtu-LLM                         | latent attention                                                  |
 | hunyuan_v1_dense | Hunyuan dense, Hunyuan-MT    | norms of heads after rotation; RoPE base scaled by alpha          |
 
 The text part of a multimodal model is one of these, too (`wrappers`).
@@ -148,6 +153,7 @@ class Family:
     norms_after_rotation: bool = False  # of q and k
     moe: MoeKeys | None = None
     unit_head_norms: bool = False  # q and k have norms without weights, in layers with positions
+    latent: bool = False  # attention over one compressed vector for each token (MLA)
     draft_layers: bool = False  # the checkpoint has further layers that draft tokens; they are not loaded
 
 
@@ -177,6 +183,17 @@ _DEEPSEEK_MOE: Final[dict[str, Any]] = {
     "shared_name": "shared_experts",
     "correction": "gate.e_score_correction_bias",
 }
+_LATENT_KEYS: Final = words(
+    "kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim qk_head_dim v_head_dim rope_interleave"
+)
+_DEEPSEEK_V3: Final = Family(
+    keys=_DEEPSEEK_KEYS | _LATENT_KEYS,
+    inert=_MOE_TRAINING | words("num_nextn_predict_layers ep_size aux_loss_alpha seq_aux"),
+    interleaved=True,
+    latent=True,
+    moe=MoeKeys(**_DEEPSEEK_MOE, sparse="after dense", dense_layers=3, normalizes_by_default=True),
+    draft_layers=True,
+)
 _COHERE: Final[dict[str, Any]] = {
     "norms": ONE,
     "parallel": True,
@@ -444,6 +461,28 @@ FAMILIES: Final[dict[str, Family]] = {
         ),
         unit_head_norms=True,
     ),
+    "deepseek_v2": Family(
+        keys=_DEEPSEEK_KEYS | _LATENT_KEYS,
+        inert=_MOE_TRAINING | words("ep_size aux_loss_alpha seq_aux"),
+        neutral=(("norm_topk_prob", False), ("scoring_func", "softmax")),
+        interleaved=True,
+        latent=True,
+        moe=MoeKeys(
+            **_DEEPSEEK_MOE | {"scoring": "softmax", "normalizes": False, "correction": ""}, sparse="after dense"
+        ),
+    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
+    "glm4_moe_lite": Family(
+        keys=_DEEPSEEK_KEYS | _LATENT_KEYS | words("mlp_layer_types"),
+        inert=_MOE_TRAINING | words("num_nextn_predict_layers"),
+        interleaved=True,
+        epsilon=1e-5,
+        latent=True,
+        moe=MoeKeys(**_DEEPSEEK_MOE, sparse="after dense", dense_layers=1, normalizes_by_default=True),
+        draft_layers=True,
+    ),
+    "youtu": Family(keys=_LATENT_KEYS, ties_by_default=True, interleaved=True, latent=True),
 }
 
 

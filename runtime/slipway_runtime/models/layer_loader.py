@@ -8,6 +8,7 @@ from torch import Tensor
 from slipway_runtime.kernels.dispatch import Kernels
 from slipway_runtime.layers.attention import Attention
 from slipway_runtime.layers.decoder_layer import DecoderLayer, DenseMlp, Mlp
+from slipway_runtime.layers.latent_attention import LatentAttention
 from slipway_runtime.layers.linear import Linear, Reduce
 from slipway_runtime.layers.matmul import MatmulMakers
 from slipway_runtime.layers.norm import LayerNorm, Norm, RMSNorm
@@ -18,6 +19,7 @@ from slipway_runtime.models.config import ModelConfig
 from slipway_runtime.models.config_experts import Experts
 from slipway_runtime.models.expert_loader import load_experts
 from slipway_runtime.models.families import GATED, MlpNames
+from slipway_runtime.models.latent_loader import load_latent_attention
 from slipway_runtime.models.quantized_checkpoint import WeightReader
 from slipway_runtime.models.sharding import InputCut, Shard, part_of
 
@@ -77,8 +79,20 @@ class LayerLoader:
             weight += config.norm_offset
         return RMSNorm(weight, config.rms_norm_eps, self._kernels)
 
-    def _attention(self, index: int, prefix: str) -> Attention:
+    def _attention(self, index: int, prefix: str) -> Attention | LatentAttention:
         config, own = self._config, self._own
+        value_size = config.head_dim if config.latent is None else config.latent.value
+        out = self._row_parallel(
+            f"{prefix}.o_proj",
+            config.num_q_heads * value_size,
+            self._share.of_heads(config.num_q_heads, value_size),
+            bias=config.out_bias,
+            reduce=self._share.reduce,
+        )
+        if config.latent is not None:
+            return load_latent_attention(
+                config, self._checkpoint, self._weights, prefix, self._kernels, self._makers, self._share, out
+            )
         sinks = None
         if config.attention_sinks:
             sinks = self._checkpoint.take(f"{prefix}.sinks", config.num_q_heads, dtype=torch.float32)
@@ -86,13 +100,7 @@ class LayerLoader:
         q_norm, k_norm = (self._head_norm(index, f"{prefix}.{name}") for name in config.head_norms)
         return Attention(
             self._qkv(prefix),
-            self._row_parallel(
-                f"{prefix}.o_proj",
-                config.num_q_heads * config.head_dim,
-                self._share.of_heads(config.num_q_heads, config.head_dim),
-                bias=config.out_bias,
-                reduce=self._share.reduce,
-            ),
+            out,
             num_q_heads=own.num_q_heads,
             num_kv_heads=own.num_kv_heads,
             head_dim=config.head_dim,

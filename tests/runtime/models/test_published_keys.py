@@ -85,6 +85,41 @@ FILES = {
                 "original_max_position_embeddings": 8192, "rope_type": "llama3"},
             "rope_theta": 500000.0, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "use_qk_norm": True,
             "vocab_size": 202048}},
+    "deepseek-v3": {
+        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "aux_loss_alpha": 0.001,
+        "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu",
+        "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+        "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
+        "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+        "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06, "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn"},
+        "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True,
+        "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128,
+        "vocab_size": 129280},
+    "deepseek-v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False, "aux_loss_alpha": 0.001,
+        "bos_token_id": 100000, "eos_token_id": 100001, "first_k_dense_replace": 1, "hidden_act": "silu",
+        "hidden_size": 2048, "intermediate_size": 10944, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+        "model_type": "deepseek_v2", "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1,
+        "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16,
+        "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16, "pretraining_tp": 1,
+        "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096, "type": "yarn"},
+        "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": True,
+        "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy", "v_head_dim": 128,
+        "vocab_size": 102400},
+}  # fmt: skip
+# Kimi K2 has the keys of DeepSeek-V3.
+FILES["kimi-k2"] = FILES["deepseek-v3"] | {
+    "model_type": "kimi_k2", "first_k_dense_replace": 1, "max_position_embeddings": 131072, "n_group": 1,
+    "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
+    "rope_scaling": {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+    "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "topk_group": 1, "vocab_size": 163840,
 }  # fmt: skip
 ROWS = [
     # file, parameters in billions (as its publisher says), longest context
@@ -96,6 +131,9 @@ ROWS = [
     ("minimax-m2", 229.0, 196608),
     ("ernie-4.5-21b-a3b", 21.8, 131072),
     ("llama-4-scout-17b-16e", 107.8, 8191),
+    ("deepseek-v3", 671.0, 163840),
+    ("deepseek-v2-lite", 15.7, 163840),
+    ("kimi-k2", 1026.0, 131072),
 ]
 
 
@@ -124,6 +162,14 @@ def test_the_keys_of_a_published_file_give_its_size_and_context(name, billions, 
 def test_a_setting_that_would_compute_something_else_is_refused_in_a_sentence(name, changed, sentence):
     with pytest.raises(ModelRefusedError, match=f"^config.json:? {sentence}|^config.json {sentence}"):
         parse_config(_COMMON | FILES[name] | changed)
+
+
+@pytest.mark.capability("API-28")
+@pytest.mark.parametrize(("name", "layers"), [("deepseek-v3", 61), ("deepseek-v2-lite", 27), ("kimi-k2", 61)])
+def test_a_token_of_latent_attention_takes_576_numbers_a_layer(name, layers):
+    config = parse_config(_COMMON | FILES[name])
+    assert config.shape.kv_bytes_per_token("bf16") == config.kv_bytes_per_token(2) == layers * 576 * 2
+    assert not config.takes_adapters
 
 
 @pytest.mark.capability("API-28")
