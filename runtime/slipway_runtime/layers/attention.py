@@ -6,7 +6,7 @@ from torch import Tensor
 from slipway_runtime.kernels.dispatch import Kernels
 from slipway_runtime.kernels.reference_attention import Scoring
 from slipway_runtime.layers.linear import Linear
-from slipway_runtime.layers.norm import LayerNorm, Norm, RMSNorm
+from slipway_runtime.layers.norm import LayerNorm, RMSNorm, SplitRMSNorm
 from slipway_runtime.layers.step import StepContext
 
 __all__ = ["Attention", "StepContext"]
@@ -52,7 +52,7 @@ class Attention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         rotary_table: int = 0,
-        wide_norms: tuple[Norm, Norm] | None = None,
+        wide_norms: tuple[RMSNorm | SplitRMSNorm | LayerNorm, RMSNorm | SplitRMSNorm | LayerNorm] | None = None,
         norms_after_rotation: bool = False,
     ) -> None:
         """scale: of the scores; 0: 1 / sqrt(head_dim)  softcap, sinks: see `Scoring`.

@@ -11,7 +11,7 @@ from slipway_runtime.layers.decoder_layer import DecoderLayer, DenseMlp, Mlp
 from slipway_runtime.layers.latent_attention import LatentAttention
 from slipway_runtime.layers.linear import Linear, Reduce
 from slipway_runtime.layers.matmul import MatmulMakers
-from slipway_runtime.layers.norm import LayerNorm, Norm, RMSNorm
+from slipway_runtime.layers.norm import LayerNorm, Norm, RMSNorm, SplitRMSNorm
 from slipway_runtime.layers.quantized_weight import Weight, select_rows
 from slipway_runtime.layers.rotary import reorder_rotary_dims
 from slipway_runtime.models.checkpoint import Checkpoint
@@ -22,6 +22,8 @@ from slipway_runtime.models.families import GATED, MlpNames
 from slipway_runtime.models.latent_loader import load_latent_attention
 from slipway_runtime.models.quantized_checkpoint import WeightReader
 from slipway_runtime.models.sharding import InputCut, Shard, part_of
+
+HeadsNorm = RMSNorm | SplitRMSNorm | LayerNorm  # over all heads, or of each with weights of its own
 
 
 class LayerLoader:
@@ -134,18 +136,28 @@ class LayerLoader:
             return weight
         return weight[self._rotary_row_order(len(weight)).to(weight.device)].contiguous()
 
-    def _wide_norms(self, prefix: str) -> tuple[Norm, Norm] | None:
+    def _wide_norms(self, prefix: str) -> tuple[HeadsNorm, HeadsNorm] | None:
         config = self._config
         names = [f"{prefix}.{name}" for name in config.head_norms]
         counts = (config.num_q_heads, config.num_kv_heads)
         if config.wide_qk_norm:
-            q, k = (self._rms_norm(name, heads * config.head_dim) for name, heads in zip(names, counts, strict=True))
-            q.weight, k.weight = self._in_rotary_order(q.weight), self._in_rotary_order(k.weight)
+            q, k = (self._wide_norm(name, heads) for name, heads in zip(names, counts, strict=True))
             return q, k
         if not (config.qk_norm and config.layer_norm):
             return None
         of_q, of_k = (self._norm_of_heads(name, heads) for name, heads in zip(names, counts, strict=True))
         return of_q, of_k
+
+    def _wide_norm(self, name: str, heads: int) -> RMSNorm | SplitRMSNorm:
+        """The norm over all heads, or the rank's part of it."""
+        config, share = self._config, self._share
+        norm = self._rms_norm(name, heads * config.head_dim)
+        norm.weight = self._in_rotary_order(norm.weight)
+        if share.reduce is None:
+            return norm
+        own = norm.weight[share.of_heads(heads, config.head_dim)].contiguous()
+        copies = max(1, share.size // heads)
+        return SplitRMSNorm(own, norm.eps, share.reduce, size=heads * config.head_dim, copies=copies)
 
     def _norm_of_heads(self, name: str, heads: int) -> LayerNorm:
         """The rank's part of a norm of each head with weights of its own."""

@@ -7,6 +7,7 @@
 | embedding                | tokens  | the vectors of its own tokens; those of others are zeros   | all-reduce     |
 | lm_head                  | outputs | the logits of its own tokens                               | all-gather     |
 | norms                    | –       | all of them                                                |                |
+| norms over all heads     | heads   | the weights of its own heads; it sums squares              | all-reduce     |
 
 With more ranks than key-value heads (8 ranks, 4 heads), `ranks / heads` neighbouring ranks have a copy of one k and v
 head, in their weights, adapters and KV cache, each for its own query heads. Inner features need not be divisible by the
@@ -141,8 +142,6 @@ def _refusal(config: ModelConfig, size: int) -> str:
             f"a rank needs the same number of the {heads} query heads, and whole heads or a copy of one of the "
             f"{kv_heads} key-value heads; " + (f"use {possible} or 1" if possible else "use 1")
         )
-    if config.wide_qk_norm and size > 1:
-        return f"{config.model_type} models have a norm over all heads, and a rank has a part of them; use 1"
     features = [config.intermediate_size, *([] if config.experts is None else [config.experts.intermediate_size])]
     if config.experts is not None and config.experts.shared_size:
         features.append(config.experts.shared_size)
