@@ -43,6 +43,9 @@ def features_of_rank(count: int, rank: int, ranks: int) -> slice:
     return slice(start * unit, (start + own + (rank < longer)) * unit)
 
 
+LATENT_PLANES: Final = 1  # a token's latent is its key and its value (latent attention)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The sizes of a decoder that decide its memory. `parameters`, `intermediate` and `vocab` are 0 where unknown."""
@@ -59,6 +62,10 @@ class ModelShape:
     experts: int = 0  # of a sparse layer; 0: no layer has any
     experts_per_token: int = 0
     moe_intermediate: int = 0  # the inner width of one expert
+    shared_intermediate: int = 0  # the inner width of the expert of all tokens in a sparse layer
+    kv_planes: int = 2  # key and value; 1: one latent vector is both (latent attention)
+    attention_parameters: int = 0  # of a layer; 0: counted from the heads
+    gated: bool = True  # the dense feed-forward has gate, up and down; False: up and down
     sparse_layers: int = 0  # layers with experts in place of a feed-forward; 0: all, where there are experts
 
     @property
@@ -68,19 +75,20 @@ class ModelShape:
         With experts, that of the experts which a token passes through, together.
         """
         if self.experts:
-            sparse = self.experts_per_token * self.moe_intermediate
+            sparse = self.experts_per_token * self.moe_intermediate + self.shared_intermediate
             return max(sparse, self.intermediate) if self._dense_layers else sparse
         if self.intermediate:
             return self.intermediate
         per_layer = (self.parameters - self.embedding_parameters) // self.layers - self._attention_parameters
-        return max(0, per_layer // (3 * self.hidden)) or 4 * self.hidden
+        return max(0, per_layer // (self._mlp_matrices * self.hidden)) or 4 * self.hidden
 
     @property
     def projections(self) -> tuple[tuple[int, int], ...]:
-        """(in, out) of the seven matrices of a layer: q, k, v, o, gate, up, down."""
+        """(in, out) of the matrices of a layer: q, k, v, o, gate if there is one, up, down."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = ((self.hidden, q), (self.hidden, kv), (self.hidden, kv), (q, self.hidden))
-        return (*attention, (self.hidden, self.mlp), (self.hidden, self.mlp), (self.mlp, self.hidden))
+        inputs = ((self.hidden, self.mlp),) * (self._mlp_matrices - 1)
+        return (*attention, *inputs, (self.mlp, self.hidden))
 
     @property
     def embedding_parameters(self) -> int:
@@ -94,10 +102,12 @@ class ModelShape:
         Qwen3-30B-A3B: 48 layers × (18.9 M of attention + 128 experts × 3 × 2048 × 768) = 29.9 G.
         """
         if not self.experts:
-            return self.layers * sum(a * b for a, b in self.projections)
+            mlp = self._mlp_matrices * self.hidden * self.mlp
+            return self.layers * (self._attention_parameters + mlp)
         dense = self._dense_layers * 3 * self.hidden * self.intermediate
         router = self.hidden * self.experts
-        sparse = (self.layers - self._dense_layers) * (self.experts * 3 * self.hidden * self.moe_intermediate + router)
+        inner = self.experts * self.moe_intermediate + self.shared_intermediate
+        sparse = (self.layers - self._dense_layers) * (3 * self.hidden * inner + router)
         return self.layers * self._attention_parameters + dense + sparse
 
     @property
@@ -107,7 +117,9 @@ class ModelShape:
             return self.layers * sum(out for _, out in self.projections)
         attention = (self.heads + 2 * self.kv_heads) * self.head_dim + self.hidden
         dense = self._dense_layers * (2 * self.intermediate + self.hidden)
-        sparse = (self.layers - self._dense_layers) * self.experts * (2 * self.moe_intermediate + self.hidden)
+        shared = 2 * self.shared_intermediate + self.hidden if self.shared_intermediate else 0
+        each = self.experts * (2 * self.moe_intermediate + self.hidden) + shared
+        sparse = (self.layers - self._dense_layers) * each
         return self.layers * attention + dense + sparse
 
     @property
@@ -121,13 +133,20 @@ class ModelShape:
         With more devices than key-value heads, each device has a copy of one key-value head.
         """
         heads, kv_heads = (-(-count // devices) for count in (self.heads, self.kv_heads))
-        mlp, inner = (
-            features_of_rank(count, 0, devices).stop
-            for count in (self.intermediate if self.experts else self.mlp, self.moe_intermediate)
-        )
+        widths = (self.intermediate if self.experts else self.mlp, self.moe_intermediate, self.shared_intermediate)
+        mlp, inner, shared = (features_of_rank(count, 0, devices).stop for count in widths)
         part = replace(self, heads=heads, kv_heads=kv_heads, intermediate=mlp, moe_intermediate=inner, parameters=0)
+        part = replace(part, shared_intermediate=shared, attention_parameters=-(-self.attention_parameters // devices))
         vocabulary = -(-max(0, self.all_parameters - self.linear_parameters) // devices)
         return replace(part, parameters=part.linear_parameters + vocabulary)
+
+    def kv_bytes_per_token(self, kv_dtype: str) -> int:
+        """Bytes of one token in the KV cache, all layers together."""
+        return kv_bytes_per_token(self.layers, self.kv_heads, self.head_dim, kv_dtype, self.kv_planes)
+
+    @property
+    def _mlp_matrices(self) -> int:
+        return 3 if self.gated else 2
 
     @property
     def _dense_layers(self) -> int:
@@ -135,7 +154,7 @@ class ModelShape:
 
     @property
     def _attention_parameters(self) -> int:
-        return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        return self.attention_parameters or 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,10 +232,13 @@ def weight_bytes(shape: ModelShape, dtype: str, quantization: str = "none", *, o
     return plain
 
 
-def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, kv_dtype: str) -> int:
-    """Keys and values of one token in all layers. One byte formats carry a scale per token and head."""
+def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, kv_dtype: str, planes: int = 2) -> int:
+    """Keys and values of one token in all layers. One byte formats carry a scale per token and head.
+
+    planes: 1 for latent attention, with one vector of size `head_dim` for each token.
+    """
     head = head_dim * WEIGHT_BYTES[kv_dtype] + (SCALE_BYTES if WEIGHT_BYTES[kv_dtype] == 1 else 0)
-    return 2 * layers * kv_heads * head
+    return planes * layers * kv_heads * head
 
 
 def adapter_slot_bytes(shape: ModelShape, max_rank: int, dtype: str) -> int:
@@ -262,7 +284,7 @@ def plan(shape: ModelShape, needs: Needs, *, memory_bytes: int, utilization: flo
     if found is not None:
         return found
     taken = footprint(shape, needs)
-    per_token = kv_bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim, _kv_dtype(needs))
+    per_token = shape.kv_bytes_per_token(_kv_dtype(needs))
     of = f" ({_gib(memory_bytes)} × {utilization:g})" if utilization != 1 else ""
     left = budget - taken.total
     adapters = f" + {needs.max_adapters} adapter slots {_gib(taken.adapters)}" if taken.adapters else ""
@@ -287,7 +309,7 @@ def utilization_warning(utilization: float) -> str | None:
 
 
 def _fit(shape: ModelShape, needs: Needs, budget: int) -> Fits | None:
-    per_token = kv_bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim, _kv_dtype(needs))
+    per_token = shape.kv_bytes_per_token(_kv_dtype(needs))
     blocks = pool_blocks(budget - footprint(shape, needs).total, per_token, needs.block_size)
     of_one = -(-needs.max_model_len // needs.block_size)
     if blocks < max(of_one, SMALLEST_POOL):
@@ -312,7 +334,7 @@ def _one(needs: Needs) -> int:
 def _advice(shape: ModelShape, needs: Needs, budget: int) -> str:
     """The settings that would make it fit, each alone; else how much memory the device would need."""
     settings: list[str] = []
-    per_token = kv_bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim, _kv_dtype(needs))
+    per_token = shape.kv_bytes_per_token(_kv_dtype(needs))
     left = budget - footprint(shape, needs).total
     length = pool_blocks(left, per_token, needs.block_size) * needs.block_size
     if length >= SMALLEST_POOL * needs.block_size:

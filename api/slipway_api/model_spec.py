@@ -156,6 +156,9 @@ class Shape(Struct):
     """num_key_value_heads: the KV cache has keys and values of these alone."""
     head_dim: int = Field(default=0, ge=0, le=10_000)
     """head_dim; 0: hiddenSize divided by heads."""
+    latent_size: int = Field(default=0, ge=0, le=32_000)
+    """kv_lora_rank plus qk_rope_head_dim of latent attention (MLA): the KV cache has one vector of it for each token.
+    0: the cache has keys and values."""
     parameters: int = Field(ge=1, le=100_000_000_000_000)
     """Number of weights, such as 8030261248; of a mixture of experts, those of all experts."""
     experts: int = Field(default=0, ge=0, le=10_000)

@@ -2,7 +2,7 @@
 
 Only hubs that the installation names are asked, without credentials, a few at a time and within seconds; a hub that
 does not answer costs nothing but its facts. A model whose memory is not that of plain attention and plain weights
-(quantized checkpoints, latent attention, several towers) has no facts here: the runtime plans it.
+(quantized checkpoints, several towers, caches of other kinds) has no facts here: the runtime plans it.
 """
 
 import asyncio
@@ -30,7 +30,12 @@ RETRY_AFTER: Final = timedelta(hours=1)
 MOST_BYTES: Final = 16 << 20
 ANSWERS_KEPT: Final = 4096
 _WIDTHS: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-_OTHER_MEMORY: Final = ("quantization_config", "kv_lora_rank", "text_config", "vision_config", "audio_config")
+_OTHER_MEMORY: Final = ("quantization_config", "text_config", "vision_config", "audio_config")
+
+
+# Models whose cache is the latent alone; others with this key have a second cache, or layers of another kind.
+_LATENT_TYPES: Final = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "youtu")
+_EXPERT_COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 class NoFacts(Exception):  # noqa: N818  reads as a fact where it is raised
@@ -130,6 +135,8 @@ def shape_of(config: Mapping[str, Any], parameters: int) -> Shape:
     if other := next((name for name in _OTHER_MEMORY if config.get(name)), None):
         raise NoFacts(f"config.json has {other}")
     heads = config.get("num_attention_heads")
+    if config.get("kv_lora_rank") and config.get("model_type") not in _LATENT_TYPES:
+        raise NoFacts("config.json has kv_lora_rank")
     try:
         return Shape.model_validate(
             {
@@ -139,6 +146,7 @@ def shape_of(config: Mapping[str, Any], parameters: int) -> Shape:
                 "kvHeads": config.get("num_key_value_heads") or heads,
                 "headDim": config.get("head_dim") or 0,
                 "parameters": parameters,
+                **_latents(config),
                 **_experts(config),
             }
         )
@@ -146,14 +154,24 @@ def shape_of(config: Mapping[str, Any], parameters: int) -> Shape:
         raise NoFacts("config.json does not have the sizes of a decoder") from None
 
 
+def _latents(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The size of a token in the cache of latent attention."""
+    rank, rotary = config.get("kv_lora_rank"), config.get("qk_rope_head_dim")
+    if not rank:
+        return {}
+    if not isinstance(rank, int) or not isinstance(rotary, int):
+        raise NoFacts("config.json does not have the sizes of latent attention")
+    return {"latentSize": rank + rotary}
+
+
 def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a mixture of experts: a step computes the few of each token, and all of them lie in memory."""
-    count = config.get("num_experts") or config.get("num_local_experts")
+    count = next((config[name] for name in _EXPERT_COUNTS if config.get(name)), None)
     if not count:
         return {}
     return {
         "experts": count,
-        "expertsPerToken": config.get("num_experts_per_tok"),
+        "expertsPerToken": config.get("num_experts_per_tok") or config.get("moe_k"),
         "moeIntermediateSize": config.get("moe_intermediate_size") or config.get("intermediate_size"),
     }
 

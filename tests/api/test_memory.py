@@ -241,6 +241,32 @@ def test_a_mixture_planned_from_its_number_of_weights_takes_no_more_activations_
     assert footprint(unknown, CHAT).reserve > footprint(known, CHAT).reserve + GIB // 2
 
 
+# DeepSeek-V3, as its config.json has it
+DEEPSEEK_V3 = ModelShape(layers=61, hidden=7168, heads=128, kv_heads=1, head_dim=576, kv_planes=1,
+                         attention_parameters=187_107_328, intermediate=18_432, vocab=129_280, experts=256,
+                         experts_per_token=8, moe_intermediate=2048, shared_intermediate=2048,
+                         sparse_layers=58)  # fmt: skip
+
+
+@pytest.mark.capability("API-28")
+def test_the_memory_of_latent_attention_and_a_shared_expert():
+    assert DEEPSEEK_V3.all_parameters == pytest.approx(671e9, rel=0.001)
+    assert DEEPSEEK_V3.kv_bytes_per_token("bf16") == 61 * 576 * 2
+    assert DEEPSEEK_V3.kv_bytes_per_token("int8") == 61 * (576 + 4)
+    assert DEEPSEEK_V3.mlp == 18_432, "a dense layer is as wide as eight experts and the shared one"
+    eighth = DEEPSEEK_V3.on_one_of(8)
+    assert (eighth.heads, eighth.kv_heads, eighth.shared_intermediate) == (16, 1, 256)
+    assert eighth.kv_bytes_per_token("bf16") == DEEPSEEK_V3.kv_bytes_per_token("bf16"), "each device has all latents"
+
+
+@pytest.mark.capability("API-28")
+def test_a_feed_forward_without_a_gate_has_two_matrices():
+    starcoder = ModelShape(layers=32, hidden=4608, heads=36, kv_heads=4, head_dim=128, intermediate=18_432,
+                           vocab=49_152, tied=True, gated=False)  # fmt: skip
+    assert starcoder.all_parameters == pytest.approx(7.17e9, rel=0.01)
+    assert len(starcoder.projections) == 6
+
+
 @pytest.mark.capability("API-21")
 def test_experts_are_divided_between_devices():
     half = MIXTRAL.on_one_of(2)

@@ -201,6 +201,21 @@ def test_a_model_whose_memory_is_another_one_is_left_to_the_runtime(field: str):
         shape_of({**LLAMA_70B, field: {"some": 1}}, PARAMETERS)
 
 
+@pytest.mark.capability("API-28")
+def test_the_latent_of_a_token_and_the_experts_of_deepseek_are_read():
+    deepseek = {
+        "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "n_routed_experts": 256,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+    }  # fmt: skip
+    shape = shape_of(deepseek, 671_000_000_000)
+    assert (shape.latent_size, shape.experts, shape.moe_intermediate_size) == (576, 256, 2048)
+    with pytest.raises(NoFacts, match="kv_lora_rank"):
+        shape_of({**deepseek, "model_type": "deepseek_v32"}, 671_000_000_000)  # it has a second cache
+    with pytest.raises(NoFacts, match="latent attention"):
+        shape_of({**deepseek, "qk_rope_head_dim": None}, 671_000_000_000)
+
+
 @pytest.mark.capability("API-21")
 def test_the_experts_of_a_mixture_are_read():
     mixtral = {**LLAMA_70B, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 14_336}

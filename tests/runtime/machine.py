@@ -51,7 +51,9 @@ class Machine:
         share: Shard = WHOLE,
     ) -> None:
         config = read_config(path)
-        kernels = kernels_for(CPU, activation_dtype(dtype, CPU), deterministic=deterministic)
+        kernels = kernels_for(
+            CPU, activation_dtype(dtype, CPU), deterministic=deterministic, latent=config.latent is not None
+        )
         makers = matmul_makers(quantization, deterministic=deterministic, device=CPU, dtype=dtype)
         activations = activation_dtype(dtype, CPU)
         with Checkpoint(path, activations, CPU) as checkpoint:

@@ -153,7 +153,9 @@ def _load(plan: EnginePlan, ranks: Ranks | None, on_progress: Callable[[Loading 
     """Load weights, adapter slots and grammars, and size and allocate the KV cache and its host tier."""
     options = plan.options
     share = WHOLE if ranks is None else ranks.share
-    kernels = kernels_for(plan.device, plan.dtype, deterministic=options.deterministic)
+    kernels = kernels_for(
+        plan.device, plan.dtype, deterministic=options.deterministic, latent=plan.config.latent is not None
+    )
     with oom_refused("the weights", plan.device):
         decoder = load_weights(plan, kernels, on_progress, share)
         weight_bytes = decoder.nbytes + (0 if ranks is None else ranks.wait_for_weights())

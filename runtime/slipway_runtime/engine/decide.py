@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from slipway_runtime.engine.options import EngineOptions
-from slipway_runtime.kernels.dispatch import refusal
+from slipway_runtime.kernels.dispatch import refusal, refusal_of_latents
 from slipway_runtime.models.adapter_weights import slot_bytes
 from slipway_runtime.models.checkpoint import checkpoint_digest
 from slipway_runtime.models.config import DoesNotFitError, ModelConfig, ModelRefusedError, read_config
@@ -172,6 +172,9 @@ def _check_ranks(options: EngineOptions, device: torch.device) -> None:
 
 
 def _check_device(plan: EnginePlan) -> None:
+    latents = plan.config.latent is not None
+    if latents and (why_not := refusal_of_latents(plan.device, deterministic=plan.options.deterministic)):
+        raise ModelRefusedError(why_not)
     if plan.device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(plan.device)

@@ -193,7 +193,9 @@ def _load(leader: Rank0Connection) -> tuple[Runner, Sleeper, Collective, torch.d
         torch.cuda.set_device(rank)
     plan = decide(Path(leader.start.model_path), options, rank)
     use_threads(options)
-    kernels = kernels_for(plan.device, plan.dtype, deterministic=options.deterministic)
+    kernels = kernels_for(
+        plan.device, plan.dtype, deterministic=options.deterministic, latent=plan.config.latent is not None
+    )
     collective = Collective(rank, options.tensor_parallel_size, plan.device)
     share = Shard(rank, options.tensor_parallel_size, collective.sum, collective.gather)
     with oom_refused("the weights", plan.device):

@@ -157,6 +157,7 @@ def paged_attention(
 
     q: (T, Hq, D), heads side by side -> (T, Hq * D). `kv`, this step's, is in the cache already.
     """
+    assert cache.shape[1] == 2, "a cache of latents, which these kernels would read beyond"
     num_tokens, num_heads, head_dim = q.shape
     out = q.new_empty(num_tokens, num_heads * head_dim)
     sinks = None if scoring is None or scoring.sinks is None else scoring.sinks.data_ptr()

@@ -156,8 +156,12 @@ def capturable(kernels: Kernels) -> CapturableKernels | None:
     return cast(CapturableKernels, kernels) if hasattr(kernels, "plan_for_capture") else None
 
 
-def kernels_for(device: torch.device, dtype: torch.dtype, *, deterministic: bool = False) -> Kernels:
+def kernels_for(
+    device: torch.device, dtype: torch.dtype, *, deterministic: bool = False, latent: bool = False
+) -> Kernels:
     """The kernel implementation for a device and dtype; `deterministic`: one with a fixed order of sums.
+
+    latent: for latent attention, whose cache has one plane; `refusal` has the devices and settings without it.
 
     Triton on CUDA; on a CPU for float32 the compiled kernels, if they are built, whose order of sums is always fixed;
     the reference everywhere else.
@@ -170,11 +174,22 @@ def kernels_for(device: torch.device, dtype: torch.dtype, *, deterministic: bool
         from slipway_runtime.kernels import gpu
 
         return gpu
+    if latent:
+        return reference
     if device.type == "cpu" and dtype == torch.float32 and native.library() is not None:
         from slipway_runtime.kernels import cpu
 
         return cpu
     return fixed_order if deterministic else reference
+
+
+def refusal_of_latents(device: torch.device, *, deterministic: bool) -> str:
+    """Why latent attention (MLA) is not possible on this device with this setting, as a sentence; "": it is."""
+    if device.type == "cuda":
+        return "multi-head latent attention runs on CPUs only: the GPU kernels do not read its cache; set device to cpu"
+    if deterministic:
+        return "multi-head latent attention has no kernel with a fixed order of sums: set deterministic to false"
+    return ""
 
 
 def has_float8(device: torch.device) -> bool:

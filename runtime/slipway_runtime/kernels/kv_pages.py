@@ -7,6 +7,8 @@ query head reads is contiguous.
     quantized             (blocks, 2, Hkv, page · (D + 4)) one-byte codes: page · D codes of the tokens, then page
                           float32 scales, one per token and head, so copying a block's bytes copies its scales too.
 
+Latent attention (MLA) has one plane in place of the two: its keys are its values, too.
+
 The codes are `rounding`'s, with a scale for each token and head; the dtype of the tensor is their format.
 """
 
@@ -59,7 +61,10 @@ def scales(cache: Tensor, head_dim: int) -> Tensor:
 
 
 def store(kv: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Write keys and values of T tokens. kv: (T, 2, Hkv, D)  slots: (T,) block * page + place in the block."""
+    """Write keys and values of T tokens, or latents.
+
+    kv: (T, planes, Hkv, D)  slots: (T,) block * page + place in the block.
+    """
     head_dim = kv.shape[-1]
     page = block_size_of(cache, head_dim)
     block, place = slots // page, slots % page

@@ -54,6 +54,7 @@ def paged_attention(
 
     q: (T, Hq, D)  cache: see `kv_pages` -> (T, Hq * D). `kv`, this step's, is already in the cache.
     """
+    assert cache.shape[1] == 2, "a cache of latents, which these kernels would read beyond"
     num_tokens, num_heads, head_dim = q.shape
     assert q.stride(2) == 1, "the elements of a query head lie side by side"
     assert cache.is_contiguous(), "so do those of a head's page"

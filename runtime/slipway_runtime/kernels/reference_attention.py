@@ -135,7 +135,8 @@ def paged_attention(
 ) -> Tensor:
     """softmax(q·k * scale) · v over the tokens of the same sequence up to the query's own, the last `window` of them.
 
-    q: (T, Hq, D)  kv: (T, 2, Hkv, D), this step's, in the cache already -> (T, Hq * D).
+    q: (T, Hq, D)  kv: (T, planes, Hkv, D), this step's, in the cache already -> (T, Hq * D). A cache of one plane has
+    keys that are the values, too (MLA).
     """
     num_tokens, num_heads, head_dim = q.shape
     if len(plan.groups) == 1 and plan.groups[0].tokens is None:
@@ -161,7 +162,8 @@ def _decode(
         plan.memo[key] = decode_mask(group.lengths, window, plan.like)
     mask = plan.memo[key]
     assert not isinstance(mask, tuple)
-    k, v = gather(cache, group.blocks, q, plan, ("decode", index))[:, :, :, : group.longest]
+    seen = gather(cache, group.blocks, q, plan, ("decode", index))[:, :, :, : group.longest]
+    k, v = seen[0], seen[-1]  # of one plane: the keys are the values
     folded = q.reshape(q.shape[0], num_kv_heads, -1, q.shape[2])  # (B, Hkv, G, D): reads each key once for G heads
     if scoring is not None:
         sinks = None if scoring.sinks is None else scoring.sinks.view(num_kv_heads, -1, 1)
@@ -207,7 +209,8 @@ def _extend(
     else:  # read rounded keys and values from the cache, as later steps will read them
         seen = gather(cache, chunk.blocks, q, plan, ("extend", index))[:, 0, :, : chunk.length]
     # The query heads of a KV head read the same keys: a stride of zero instead of a copy.
-    k, v = seen.unsqueeze(2).expand(2, num_kv_heads, queries.shape[1], -1, q.shape[2])
+    shared = seen.unsqueeze(2).expand(-1, num_kv_heads, queries.shape[1], -1, q.shape[2])
+    k, v = shared[0], shared[-1]
     if scoring is None and chunk.past == 0 and (window is None or window >= chunk.length):
         into.copy_(F.scaled_dot_product_attention(queries, k, v, is_causal=True, scale=scale))
         return
@@ -230,18 +233,18 @@ def _extend(
 
 
 def gather(cache: Tensor, blocks: Tensor, like: Tensor, plan: AttentionPlan, key: tuple[object, ...]) -> Tensor:
-    """Keys and values of block tables. blocks: (B, n) -> (2, B, Hkv, n * page, D) in the type of `like`.
+    """Keys and values of block tables. blocks: (B, n) -> (planes, B, Hkv, n * page, D) in the type of `like`.
 
     The result is overwritten by the next gather of the same plan.
     """
-    num_kv_heads, head_dim = cache.shape[2], like.shape[-1]
-    pages = cache.view(-1, cache[0, 0, 0].numel())  # (blocks * 2 * Hkv, a page of a head)
+    planes, num_kv_heads, head_dim = *cache.shape[1:3], like.shape[-1]
+    pages = cache.view(-1, cache[0, 0, 0].numel())  # (blocks * planes * Hkv, a page of a head)
     if key not in plan.memo:
-        of_block = torch.arange(2 * num_kv_heads, device=blocks.device).view(2, 1, num_kv_heads, 1)
-        plan.memo[key] = (blocks[None, :, None, :] * (2 * num_kv_heads) + of_block).flatten()
+        of_block = torch.arange(planes * num_kv_heads, device=blocks.device).view(planes, 1, num_kv_heads, 1)
+        plan.memo[key] = (blocks[None, :, None, :] * (planes * num_kv_heads) + of_block).flatten()
     wanted = plan.memo[key]
     assert isinstance(wanted, Tensor)
-    shape = (2, blocks.shape[0], num_kv_heads, blocks.shape[1])
+    shape = (planes, blocks.shape[0], num_kv_heads, blocks.shape[1])
     if kv_pages.is_quantized(cache.dtype):
         read = pages.view(torch.int8).index_select(0, wanted).view(cache.dtype).view(*shape, -1)
         return kv_pages.dequantized(read, head_dim, like.dtype).flatten(3, 4)

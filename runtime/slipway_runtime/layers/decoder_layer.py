@@ -1,14 +1,18 @@
 """Decoder layer: attention and MLP, each after a norm, added to the residual stream; the dense MLP."""
 
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Final, Protocol
 
+import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor
 
 from slipway_runtime.kernels.dispatch import Kernels
 from slipway_runtime.layers.attention import Attention, StepContext
+from slipway_runtime.layers.latent_attention import LatentAttention
 from slipway_runtime.layers.linear import Linear
 from slipway_runtime.layers.native_layer import NativeLayer, native_layer
-from slipway_runtime.layers.norm import RMSNorm
+from slipway_runtime.layers.norm import Norm, RMSNorm
 
 
 class Mlp(Protocol):
@@ -27,20 +31,28 @@ class Mlp(Protocol):
 
 
 class DenseMlp:
-    """Gated MLP: down(activation(gate) · up)."""
+    """Gated MLP: down(activation(gate) · up); without a gate down(activation(up))."""
 
-    __slots__ = ("down", "gate_up", "kernels", "silu")
+    __slots__ = ("activation", "down", "gate_up", "has_gate", "kernels")
 
-    def __init__(self, gate_up: Linear, down: Linear, kernels: Kernels, *, activation: str = "silu") -> None:
+    def __init__(
+        self, gate_up: Linear, down: Linear, kernels: Kernels, *, activation: str = "silu", has_gate: bool = True
+    ) -> None:
+        """activation: silu, gelu_pytorch_tanh or, without a gate only, relu2. gate_up: up alone without a gate."""
         self.gate_up = gate_up
         self.down = down
-        self.silu = activation == "silu"  # else GELU by tanh
+        self.activation = activation
+        self.has_gate = has_gate
         self.kernels = kernels
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """x: (T, H) -> (T, H)."""
-        gate_up = self.gate_up(x, step)
-        return self.down(self.kernels.swiglu(gate_up) if self.silu else self.kernels.geglu(gate_up), step)
+        inner = self.gate_up(x, step)
+        if self.has_gate:
+            inner = self.kernels.swiglu(inner) if self.activation == "silu" else self.kernels.geglu(inner)
+        else:
+            inner = _PLAIN[self.activation](inner)
+        return self.down(inner, step)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -53,6 +65,17 @@ class DenseMlp:
         return self.gate_up.nbytes + self.down.nbytes
 
 
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+_PLAIN: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": _squared_relu,
+    "silu": F.silu,
+}
+
+
 class DecoderLayer:
     """x + attention(norm(x)), then x + mlp(norm(x)); Gemma norms the outputs too, OLMo the outputs alone."""
 
@@ -62,6 +85,7 @@ class DecoderLayer:
         "_mlp_norm",
         "_mlp_out_norm",
         "_output_scale",
+        "_parallel",
         "attention",
         "mlp",
         "native",
@@ -69,16 +93,17 @@ class DecoderLayer:
 
     def __init__(
         self,
-        attention: Attention,
+        attention: Attention | LatentAttention,
         mlp: Mlp,
-        attention_norm: RMSNorm | None,
-        mlp_norm: RMSNorm | None,
+        attention_norm: Norm | None,
+        mlp_norm: Norm | None,
         *,
-        attention_out_norm: RMSNorm | None = None,
-        mlp_out_norm: RMSNorm | None = None,
+        attention_out_norm: Norm | None = None,
+        mlp_out_norm: Norm | None = None,
         output_scale: float = 1.0,
+        parallel: bool = False,
     ) -> None:
-        """output_scale: of what attention and MLP add to the stream."""
+        """output_scale: of what attention and MLP add to the stream. parallel: both read the attention's norm."""
         self.attention = attention
         self.mlp = mlp
         self._attention_norm = attention_norm
@@ -86,10 +111,16 @@ class DecoderLayer:
         self._attention_out_norm = attention_out_norm
         self._mlp_out_norm = mlp_out_norm
         self._output_scale = output_scale
+        self._parallel = parallel
         self.native: NativeLayer | None = None  # None: always computed part by part
         is_plain = attention_out_norm is None and mlp_out_norm is None and output_scale == 1.0
-        if isinstance(mlp, DenseMlp) and is_plain and attention_norm is not None and mlp_norm is not None:
-            self.native = native_layer(attention, mlp.gate_up, mlp.down, attention_norm, mlp_norm, silu=mlp.silu)
+        if not isinstance(attention, Attention) or attention.late_norms or parallel:
+            return
+        if not (isinstance(mlp, DenseMlp) and mlp.has_gate and is_plain):
+            return
+        if isinstance(attention_norm, RMSNorm) and isinstance(mlp_norm, RMSNorm):
+            silu = mlp.activation == "silu"
+            self.native = native_layer(attention, mlp.gate_up, mlp.down, attention_norm, mlp_norm, silu=silu)
 
     def __call__(self, x: Tensor | None, stream: Tensor, cache: Tensor, step: StepContext) -> Tensor:
         """stream: (T, H) residual, updated in place  x: (T, H) MLP output of the layer before -> of this layer.
@@ -98,7 +129,10 @@ class DecoderLayer:
         """
         if self.native is not None and self.native.computes(cache, step):
             return self.native(x, stream, cache, step)
-        attended = self.attention(_normed(self._attention_norm, x, stream), cache, step)
+        normed = _normed(self._attention_norm, x, stream)
+        attended = self.attention(normed, cache, step)
+        if self._parallel:
+            return attended.add_(self.mlp(normed, step))
         if self._attention_out_norm is not None:
             attended = self._attention_out_norm(attended)
         if self._output_scale != 1.0:
@@ -111,15 +145,15 @@ class DecoderLayer:
     @property
     def linears(self) -> tuple[Linear, ...]:
         """Its matrices that adapters may change, in the order in which they compute."""
-        return self.attention.qkv, self.attention.out, *self.mlp.linears
+        return *self.attention.linears, *self.mlp.linears
 
     @property
     def nbytes(self) -> int:
         """Memory of its weights; norms are too small to count."""
-        return self.attention.qkv.nbytes + self.attention.out.nbytes + self.mlp.nbytes
+        return self.attention.nbytes + self.mlp.nbytes
 
 
-def _normed(norm: RMSNorm | None, x: Tensor | None, stream: Tensor) -> Tensor:
+def _normed(norm: Norm | None, x: Tensor | None, stream: Tensor) -> Tensor:
     """Add x, if there is one, to the stream in place; the norm of the sum, or the sum itself. (T, H) -> (T, H)."""
     if norm is None:
         return stream if x is None else stream.add_(x)

@@ -12,36 +12,50 @@ from torch import Tensor
 from slipway_runtime.kernels.dispatch import Kernels
 from slipway_runtime.kernels.reference_experts import ExpertWeights, gated
 from slipway_runtime.layers.attention import StepContext
+from slipway_runtime.layers.decoder_layer import DenseMlp
 from slipway_runtime.layers.linear import Linear, Reduce
 from slipway_runtime.layers.matmul import Matmul
+from slipway_runtime.layers.routing import Routing
 
 
 class ExpertsMlp:
-    """MoE MLP: router and experts of one layer."""
+    """MoE MLP: router and experts of one layer, and the shared expert of all tokens where there is one."""
 
-    __slots__ = ("_experts", "_kernels", "_normalize", "_per_token", "_reduce", "_router")
+    __slots__ = ("_experts", "_reduce", "_router", "_routing", "_scales_input", "_shared", "_shared_gate")
 
     def __init__(
         self,
         router: Linear,
         experts: "GroupedExperts | StackedExperts",
-        kernels: Kernels,
+        routing: Routing,
         *,
-        per_token: int,
-        normalize: bool,
+        scales_input: bool = False,
+        shared: DenseMlp | None = None,
+        shared_gate: Linear | None = None,
         reduce: Reduce | None = None,
     ) -> None:
+        """scales_input: the weight of a token's one expert multiplies the expert's input.
+
+        shared_gate: its sigmoid weighs the shared expert.
+        """
         self._router = router
         self._experts = experts
-        self._kernels = kernels
-        self._per_token = per_token
-        self._normalize = normalize
+        self._routing = routing
+        self._scales_input = scales_input
+        self._shared = shared
+        self._shared_gate = shared_gate
         self._reduce = reduce  # sums over ranks, which each have a part of every expert's inner features
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """x: (T, H) -> (T, H)."""
-        weights, experts = self._kernels.choose_experts(self._router(x), self._per_token, normalize=self._normalize)
-        y = self._experts(x, weights, experts)
+        weights, experts = self._routing(self._router(x.float() if self._routing.is_exact else x))
+        if self._scales_input:
+            y = self._experts(x * weights.to(x.dtype), torch.ones_like(weights), experts)
+        else:
+            y = self._experts(x, weights, experts)
+        if self._shared is not None:
+            added = self._shared(x, step)
+            y = y + (added if self._shared_gate is None else added * self._shared_gate(x).sigmoid())
         return y if self._reduce is None else self._reduce(y)
 
     @property
@@ -52,7 +66,8 @@ class ExpertsMlp:
     @property
     def nbytes(self) -> int:
         """Memory of router and experts."""
-        return self._router.nbytes + self._experts.nbytes
+        shared = 0 if self._shared is None else self._shared.nbytes
+        return self._router.nbytes + self._experts.nbytes + shared
 
 
 class GroupedExperts:

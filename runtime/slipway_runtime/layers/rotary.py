@@ -143,6 +143,8 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     low = scaling.original_max_position / scaling.low_freq_factor
     high = scaling.original_max_position / scaling.high_freq_factor
     span = scaling.high_freq_factor - scaling.low_freq_factor
+    if span == 0:  # nothing lies between
+        return torch.where(wavelengths > low, frequencies / scaling.factor, frequencies)
     blend = (scaling.original_max_position / wavelengths - scaling.low_freq_factor) / span
     blended = (1 - blend) * frequencies / scaling.factor + blend * frequencies
     stretched = torch.where(wavelengths > low, frequencies / scaling.factor, frequencies)

@@ -247,6 +247,10 @@ class Checkpoint:
         if entry.shape != shape:
             raise ModelRefusedError(f"{name} has the shape {entry.shape}; config.json says {shape}")
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor; () if the checkpoint lacks it."""
+        return tuple(self._places[name][1].shape) if name in self._places else ()
+
     def dtype_of(self, name: str) -> torch.dtype:
         """The stored dtype of a tensor; KeyError if the checkpoint lacks it."""
         return self._places[name][1].dtype

@@ -6,9 +6,18 @@ from typing import Any, Final
 
 import structlog
 
-from slipway_api.memory import ModelShape
+from slipway_api.memory import LATENT_PLANES, ModelShape
 from slipway_runtime.layers.rotary import RopeScaling
+from slipway_runtime.models.config_experts import Experts, experts_of
 from slipway_runtime.models.config_keys import HONOURED, INERT, may_compute
+from slipway_runtime.models.config_latent import Latent, latent_of
+from slipway_runtime.models.config_layers import (
+    biases_of,
+    check_attention_types,
+    layers_without_positions,
+    norms_of,
+    sliding_layers,
+)
 from slipway_runtime.models.config_rope import (
     default_context,
     local_rope_theta,
@@ -30,13 +39,12 @@ from slipway_runtime.models.config_values import (
 from slipway_runtime.models.families import (
     BEFORE,
     FAMILIES,
-    Experts,
+    GATED,
+    HEAD_NORMS,
     Family,
+    MlpNames,
     Norms,
-    biases_of,
     check_activation,
-    experts_of,
-    layers_without_positions,
 )
 from slipway_runtime.models.wrappers import text_part
 
@@ -84,6 +92,15 @@ class ModelConfig:
     wide_qk_norm: bool = False  # one norm over all heads of q, and one over those of k
     interleaved: bool = False  # the checkpoint has rotated dimensions as neighbours, not in two halves
     fused_mlp: bool = False  # gate and up are one matrix in the checkpoint
+    head_norms: tuple[str, str] = HEAD_NORMS  # names of the norms of q and k
+    norms_after_rotation: bool = False  # of q and k
+    layer_norm: bool = False  # norms subtract the mean (LayerNorm); those of heads have weights of their own
+    norm_bias: bool = False
+    parallel: bool = False  # attention and MLP read the same norm
+    unit_head_norms: bool = False  # q and k have norms without weights, in layers with positions
+    latent: Latent | None = None  # latent attention (MLA); head_dim is then the size of a token in the cache
+    draft_layers: bool = False  # the checkpoint has further layers that draft tokens; they are not loaded
+    mlp: MlpNames = GATED
     residual_scale: float = 1.0  # of the outputs of attention and MLP
     logit_scale: float = 1.0
     experts: Experts | None = None
@@ -107,10 +124,16 @@ class ModelConfig:
             intermediate=self.intermediate_size,
             vocab=self.vocab_size,
             tied=self.tied_embeddings,
+            gated=bool(self.mlp.gate),
+            kv_planes=self.kv_planes,
+            attention_parameters=0
+            if self.latent is None
+            else self.latent.parameters(self.hidden_size, self.num_q_heads),
             experts=0 if self.experts is None else self.experts.count,
             experts_per_token=0 if self.experts is None else self.experts.per_token,
             moe_intermediate=0 if self.experts is None else self.experts.intermediate_size,
             sparse_layers=0 if self.experts is None else len(self.experts.layers),
+            shared_intermediate=0 if self.experts is None else self.experts.shared_size,
         )
 
     def window_of(self, layer: int) -> int | None:
@@ -125,13 +148,20 @@ class ModelConfig:
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether adapters are supported: not with experts, fused projections or reordered rows."""
-        is_as_stored = not (self.fused_projections or self.fused_mlp or self.interleaved)
+        """Whether adapters are supported: not with experts, merged or reordered matrices, or an MLP without a gate."""
+        if self.latent is not None:
+            return False
+        is_as_stored = not (self.fused_projections or self.fused_mlp or self.interleaved or not self.mlp.gate)
         return is_as_stored and self.experts is None
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes of one token's keys and values in all layers. Counts KV heads, not attention heads."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
+        return self.kv_planes * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
+
+    @property
+    def kv_planes(self) -> int:
+        """Vectors of a token and head in the cache: key and value, or one latent that is both."""
+        return 2 if self.latent is None else LATENT_PLANES
 
 
 log = structlog.get_logger()
@@ -177,6 +207,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
     if unknown:
         log.info("config.json has keys that are not used", keys=[shown(key) for key in unknown[:20]])
     check_activation(family, raw)
+    check_attention_types(raw)
     if "pretraining_tp" not in family.inert:
         demand(raw, "pretraining_tp", 1)
     demand(raw, "add_cross_attention", False)
@@ -193,34 +224,38 @@ def _decoder(model_type: str, family: Family, raw: dict[str, Any], generation: d
         return whole(raw, key, at_most=_MOST[key])
 
     hidden, heads, layers = size("hidden_size"), size("num_attention_heads"), size("num_hidden_layers")
+    latent = latent_of(family, raw)
     kv_heads = heads if raw.get("num_key_value_heads") is None else size("num_key_value_heads")
+    if latent is not None:
+        kv_heads = 1
     if heads % kv_heads:
         raise ModelRefusedError(f"{heads} attention heads cannot be shared by {kv_heads} key-value heads")
     head_dim = (family.head_dim or hidden // heads) if raw.get("head_dim") is None else size("head_dim")
-    if head_dim < 2 or head_dim % 2:
+    if latent is not None:
+        head_dim = latent.rank + latent.rotary
+    elif head_dim < 2 or head_dim % 2:
         raise ModelRefusedError(f"heads have {head_dim} dimensions: rotary positions turn pairs of them")
-    if (shared := heads // kv_heads) > _MOST_SHARING or shared * head_dim > _MOST_SHARED_SIZE:
+    shared = heads // kv_heads
+    if latent is None and (shared > _MOST_SHARING or shared * head_dim > _MOST_SHARED_SIZE):
         raise ModelRefusedError(
             f"{shared} attention heads of size {head_dim} share a key-value head: at most {_MOST_SHARING} heads and "
             f"{_MOST_SHARED_SIZE} numbers together are supported"
         )
-    window, sliding = _sliding(model_type, raw, layers)
-    turned = rotary_dim(model_type, raw, head_dim)
+    window, sliding = sliding_layers(model_type, raw, layers)
+    turned = rotary_dim(model_type, raw, head_dim) if latent is None else latent.rotary
     scaling = rope_scaling(model_type, raw, turned)
     biases = biases_of(model_type, raw)
     return ModelConfig(
         model_type=model_type,
         vocab_size=size("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=size("intermediate_size"),
+        intermediate_size=_intermediate_size(model_type, family, raw),
         num_layers=layers,
         num_q_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=number(raw, "rms_norm_eps", at_most=1.0)
-        if "rms_norm_eps" in raw
-        else _EPSILONS.get(model_type, 1e-6),
-        rope_theta=rope_theta(model_type, raw),
+        rms_norm_eps=number(raw, family.epsilon_key, at_most=1.0) if family.epsilon_key in raw else family.epsilon,
+        rope_theta=rope_theta(model_type, raw, head_dim),
         rope_scaling=scaling,
         max_position=longest_context(raw, scaling),
         default_position=default_context(raw, scaling),
@@ -230,29 +265,38 @@ def _decoder(model_type: str, family: Family, raw: dict[str, Any], generation: d
         qkv_bias=biases.qkv,
         out_bias=biases.out,
         mlp_bias=biases.mlp,
-        qk_norm=family.qk_norm,
+        qk_norm=family.qk_norm or (flag(raw, "use_qk_norm") and not (family.unit_head_norms or family.wide_qk_norm)),
+        unit_head_norms=family.unit_head_norms and raw.get("use_qk_norm") is not False,
+        draft_layers=family.draft_layers,
         sliding_window=window,
         sliding_layers=sliding,
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
         eos_token_ids=_eos_token_ids(raw, generation),
         activation=family.activation,
-        rotary_dim=0 if turned == head_dim else turned,
+        rotary_dim=0 if turned == head_dim or latent is not None else turned,
         local_rope_theta=local_rope_theta(model_type, raw),
         layers_without_positions=layers_without_positions(model_type, raw, layers),
         fused_projections=family.fused,
-        attention_scale=_attention_scale(model_type, raw),
+        attention_scale=_attention_scale(model_type, raw) if latent is None else latent.scale(scaling),
+        latent=latent,
         attention_softcap=_optional(raw, "attn_logit_softcapping"),
         logit_softcap=_optional(raw, "final_logit_softcapping"),
         attention_sinks=model_type == "gpt_oss",
         embedding_scale=hidden**0.5 if family.gemma else _factor(raw, "embedding_multiplier"),
         norm_offset=1.0 if family.gemma else 0.0,
-        norms=family.norms,
+        norms=norms_of(family, raw),
+        head_norms=family.head_norms,
+        norms_after_rotation=family.norms_after_rotation,
+        layer_norm=family.layer_norm,
+        norm_bias=family.norm_bias,
+        parallel=family.parallel,
+        mlp=family.mlp,
         wide_qk_norm=family.wide_qk_norm,
-        interleaved=family.interleaved,
+        interleaved=family.interleaved and raw.get("rope_interleave") is not False,
         fused_mlp=family.fused_mlp,
         residual_scale=_factor(raw, "residual_multiplier"),
-        logit_scale=1 / _factor(raw, "logits_scaling"),
-        experts=experts_of(model_type, raw, layers),
+        logit_scale=_logit_scale(model_type, raw),
+        experts=experts_of(model_type, family, raw, layers),
         quantization=_quantization(raw),
         derived_from=" ".join(str(raw[key])[:200] for key in _ORIGINS if isinstance(raw.get(key), str)),
     )
@@ -261,24 +305,27 @@ def _decoder(model_type: str, family: Family, raw: dict[str, Any], generation: d
 _ORIGINS = ("_name_or_path", "base_model_name_or_path", "base_model", "unsloth_base_model")
 
 
-# Defaults of rms_norm_eps that differ from Llama's.
-_EPSILONS: Final = {
-    "cwm": 1e-5,
-    "ministral3": 1e-5,
-    "olmo2": 1e-5,
-    "olmo3": 1e-5,
-    "exaone4": 1e-5,
-    "ernie4_5": 1e-5,
-    "helium": 1e-8,
-    "glm": 1.5625e-07,
-    "glm4": 1.5625e-07,
-}
+def _intermediate_size(model_type: str, family: Family, raw: dict[str, Any]) -> int:
+    """Inner features of dense layers; those of an expert if the family has no dense layers."""
+    key = "intermediate_size_mlp" if model_type == "llama4_text" else "intermediate_size"
+    if raw.get(key) is None and family.moe is not None and family.moe.sparse == "all":
+        key = family.moe.inner
+    return whole(raw, key, at_most=_MOST["intermediate_size"])
 
 
 def _attention_scale(model_type: str, raw: dict[str, Any]) -> float:
-    if model_type == "granite":
+    if model_type in ("granite", "granitemoe", "granitemoeshared"):
         return _factor(raw, "attention_multiplier")
+    if model_type == "hyperclovax":
+        return _optional(raw, "attention_multiplier") or 0.0
     return number(raw, "query_pre_attn_scalar") ** -0.5 if "query_pre_attn_scalar" in raw else 0.0
+
+
+def _logit_scale(model_type: str, raw: dict[str, Any]) -> float:
+    if model_type in ("cohere", "cohere2"):
+        return number(raw, "logit_scale") if "logit_scale" in raw else 0.0625
+    scaling = _factor(raw, "logits_scaling")
+    return scaling if model_type == "hyperclovax" else 1 / scaling
 
 
 def _factor(raw: dict[str, Any], key: str) -> float:
@@ -294,84 +341,6 @@ def _quantization(raw: dict[str, Any]) -> dict[str, Any] | None:
     if said is not None and not isinstance(said, dict):
         raise ModelRefusedError(f"config.json: quantization_config is {shown(said)}; an object is needed")
     return said
-
-
-def _sliding(model_type: str, raw: dict[str, Any], layers: int) -> tuple[int | None, frozenset[int]]:
-    """The sliding window, and the layers that use it.
-
-    | family               | layers with a sliding window                                                          |
-    |----------------------|---------------------------------------------------------------------------------------|
-    | mistral, ministral3, | all, when sliding_window is set                                                       |
-    | phi3, mixtral        |                                                                                       |
-    | qwen2, qwen3         | with use_sliding_window: those of layer_types, else those from max_window_layers on   |
-    | qwen3_moe            | all, with use_sliding_window                                                          |
-    | smollm3              | with use_sliding_window: those of layer_types, else those without positions           |
-    | gemma2, gpt_oss      | those of layer_types, else every second from the first on                             |
-    | gemma3_text, exaone4 | those of layer_types, else all but every sliding_window_pattern-th                    |
-    | ministral, olmo3     | those of layer_types, else all; olmo3: all but every fourth                           |
-    | cwm                  | those of layer_types, else all but the first of four                                  |
-    | all others           | none: a window in its config would be ignored by its authors' code, so it is refused  |
-    """
-    kinds = _layer_types(raw, layers)
-    window = raw.get("sliding_window")
-    if model_type in _WINDOW_BY_FLAG and not flag(raw, "use_sliding_window"):
-        window = None
-    if window is None:
-        if kinds and "sliding_attention" in kinds and not (model_type == "smollm3" and "sliding_window" in raw):
-            raise ModelRefusedError("config.json: layer_types has sliding_attention, and there is no sliding_window")
-        return None, frozenset()
-    window = whole(raw, "sliding_window", at_most=1 << 31)
-    if model_type in _WINDOW_EVERYWHERE:
-        if kinds and set(kinds) != {"sliding_attention"} and model_type != "qwen3_moe":
-            raise ModelRefusedError(f"config.json: a {model_type} model whose layer_types mix windows is not supported")
-        return window, frozenset(range(layers))
-    if model_type not in _WINDOW_SOMEWHERE:
-        raise ModelRefusedError(f"config.json: sliding_window is {window}; {model_type} models have none")
-    if kinds is not None:
-        sliding = frozenset(index for index, kind in enumerate(kinds) if kind == "sliding_attention")
-    elif model_type == "smollm3":
-        sliding = layers_without_positions(model_type, raw, layers)
-    elif model_type == "ministral":
-        sliding = frozenset(range(layers))
-    elif model_type == "cwm":
-        sliding = frozenset(index for index in range(layers) if index % 4)
-    elif model_type in ("gemma2", "gpt_oss", "gemma3_text", "olmo3", "exaone4"):
-        period = _window_period(model_type, raw)
-        sliding = frozenset(index for index in range(layers) if (index + 1) % period)
-    else:
-        sliding = frozenset(range(_max_window_layers(raw), layers))
-    return (window, sliding) if sliding else (None, frozenset())
-
-
-_WINDOW_BY_FLAG = ("qwen2", "qwen3", "qwen3_moe", "smollm3")
-_WINDOW_EVERYWHERE = ("mistral", "ministral3", "phi3", "mixtral", "qwen3_moe")
-_WINDOW_SOMEWHERE = (*_WINDOW_BY_FLAG, "gemma2", "gemma3_text", "gpt_oss", "ministral", "cwm", "olmo3", "exaone4")
-
-
-def _window_period(model_type: str, raw: dict[str, Any]) -> int:
-    """Period of the layers with full attention: one in so many layers."""
-    if model_type in ("gemma2", "gpt_oss"):
-        return 2
-    key = "sliding_window_pattern" if "sliding_window_pattern" in raw else "_sliding_window_pattern"
-    return whole(raw, key, at_most=1 << 20) if key in raw else 6 if model_type == "gemma3_text" else 4
-
-
-def _max_window_layers(raw: dict[str, Any]) -> int:
-    if raw.get("max_window_layers") == 0:
-        return 0
-    return whole(raw, "max_window_layers", at_most=1 << 31) if "max_window_layers" in raw else 28
-
-
-def _layer_types(raw: dict[str, Any], layers: int) -> list[str] | None:
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        return None
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise ModelRefusedError(f"config.json: layer_types does not name each of the {layers} layers")
-    unknown = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise ModelRefusedError(f"config.json: layers of type {', '.join(unknown[:3])} are not supported")
-    return kinds
 
 
 def _eos_token_ids(raw: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:

@@ -21,6 +21,8 @@ the trained context no engine with a KV cache computes what the model's authors 
 the set that its authors use for sequences within the trained context.
 
 Ministral 3 scales its queries beyond the trained context (`llama_4_scaling_beta`): that context is its limit here.
+Llama 4 attends within chunks of `attention_chunk_size` tokens, and scales its queries from `floor_scale` on: both are
+without effect in the first chunk, and its length is the limit here.
 
 A model has one rotary embedding for all layers; Gemma 3 and OLMo 3 have a second, never stretched, for the layers with
 a window.
@@ -35,9 +37,11 @@ MOST_POSITIONS: Final = 1 << 24  # float32 represents whole numbers exactly up t
 _THETAS: Final = {  # defaults
     "smollm3": 2e6, "gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 150_000.0, "cwm": 1e6, "olmo3": 5e5,
     "ministral3": 1e6,
-    "ernie4_5": 5e5, "helium": 1e5,
+    "ernie4_5": 5e5, "helium": 1e5, "cohere": 5e5, "flex_olmo": 5e5, "solar_open": 1e6,
+    "minimax_m2": 5e6, "ernie4_5_moe": 5e5, "llama4_text": 5e5,
 }  # fmt: skip
-_SHARES: Final = {"glm": 0.5, "glm4": 0.5}  # defaults of partial_rotary_factor
+_SHARES: Final = {"glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5, "minimax_m2": 1.0}  # defaults of partial_rotary_factor
+_WITH_ALPHA: Final = ("hunyuan_v1_dense",)
 _BY_LAYER: Final = ("gemma3_text", "olmo3")  # rope_parameters has a block for each type of layer
 _EVERYWHERE: Final = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _KEYS: Final = {
@@ -55,12 +59,16 @@ _KEYS: Final = {
 }
 
 
-def rope_theta(model_type: str, raw: dict[str, Any]) -> float:
-    """RoPE base of the model."""
-    for place in (_block(model_type, raw), raw):
-        if place.get("rope_theta") is not None:
-            return number(place, "rope_theta", above=1.0)
-    return _THETAS.get(model_type, 10_000.0)
+def rope_theta(model_type: str, raw: dict[str, Any], head_dim: int) -> float:
+    """RoPE base of the model; Hunyuan's is stretched by alpha, whatever the length of a sequence."""
+    block = _block(model_type, raw)
+    theta = next(
+        (number(place, "rope_theta", above=1.0) for place in (block, raw) if place.get("rope_theta") is not None),
+        _THETAS.get(model_type, 10_000.0),
+    )
+    if model_type in _WITH_ALPHA and block.get("alpha"):
+        return float(theta * number(block, "alpha") ** (head_dim / (head_dim - 2)))
+    return theta
 
 
 def local_rope_theta(model_type: str, raw: dict[str, Any]) -> float | None:
@@ -75,12 +83,17 @@ def local_rope_theta(model_type: str, raw: dict[str, Any]) -> float | None:
     for place, key in ((block, "rope_theta"), (raw, "rope_local_base_freq")):
         if place.get(key) is not None:
             return number(place, key, above=1.0)
-    return 10_000.0 if model_type == "gemma3_text" else rope_theta(model_type, raw)
+    return 10_000.0 if model_type == "gemma3_text" else rope_theta(model_type, raw, 0)
 
 
 def rotary_dim(model_type: str, raw: dict[str, Any], head_dim: int) -> int:
     """Number of rotated dimensions of a head: all, or for Phi and GLM the part that partial_rotary_factor gives."""
     share = _block(model_type, raw).get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if model_type == "minimax_m2" and raw.get("rotary_dim") is not None:
+        turned = whole(raw, "rotary_dim", at_most=head_dim)
+        if turned % 2:
+            raise ModelRefusedError(f"config.json: rotary_dim is {turned}; an even number is needed")
+        return turned
     share = _SHARES.get(model_type) if share is None else share
     if share is None or share == 1:
         return head_dim
@@ -100,6 +113,8 @@ def rope_scaling(model_type: str, raw: dict[str, Any], turned: int) -> RopeScali
         kind = "longrope"
     if not isinstance(kind, str) or kind not in _KEYS:
         raise ModelRefusedError(f"config.json: rope_type {kind!r} is not supported; {', '.join(_KEYS)} are")
+    if model_type in _WITH_ALPHA and block.get("alpha"):  # the stretched base is all; `rope_theta` has it
+        return RopeScaling("default")
     unknown = sorted(block.keys() - _KEYS[kind] - _EVERYWHERE)
     if unknown:
         raise ModelRefusedError(f"config.json: rope_type {kind!r} with {', '.join(unknown)} is not supported")
@@ -116,12 +131,16 @@ def rope_scaling(model_type: str, raw: dict[str, Any], turned: int) -> RopeScali
         case "longrope":
             return _longrope(block, trained, longest, turned)
         case "llama3":
-            low = number(block, "low_freq_factor")
+            low, high = number(block, "low_freq_factor"), number(block, "high_freq_factor")
+            if high < low:
+                raise ModelRefusedError(
+                    f"config.json: high_freq_factor is {high:g}; a number from low_freq_factor, {low:g}, is needed"
+                )
             return RopeScaling(
                 kind,
                 factor=number(block, "factor"),
                 low_freq_factor=low,
-                high_freq_factor=number(block, "high_freq_factor", above=low),
+                high_freq_factor=high,
                 original_max_position=trained,
             )
     return _yarn(block, trained, longest)
@@ -142,11 +161,14 @@ def _yarn(block: dict[str, Any], trained: int, longest: int) -> RopeScaling:
         return number(block, key) if key in block else None
 
     slow = number(block, "beta_slow") if block.get("beta_slow") else 1.0
+    fast = number(block, "beta_fast") if block.get("beta_fast") else 32.0
+    if fast < slow:
+        raise ModelRefusedError(f"config.json: beta_fast is {fast:g}; a number from beta_slow, {slow:g}, is needed")
     return RopeScaling(
         "yarn",
         factor=factor,
         original_max_position=trained,
-        beta_fast=number(block, "beta_fast", above=slow) if block.get("beta_fast") else 32.0,
+        beta_fast=fast,
         beta_slow=slow,
         truncate=flag(block, "truncate") if "truncate" in block else True,
         attention_factor=optional("attention_factor"),
@@ -183,11 +205,25 @@ def longest_context(raw: dict[str, Any], scaling: RopeScaling) -> int:
     longest = whole(raw, "max_position_embeddings", at_most=MOST_POSITIONS)
     if _scales_queries(raw):  # from here on the scores are scaled by position, which no kernel does
         return min(longest, _trained_context(raw, raw["rope_parameters"]))
+    if raw.get("model_type") == "llama4_text":
+        longest = _within_a_chunk(raw, longest)
+    if raw.get("model_type") == "cohere" and raw.get("model_max_length") is not None:
+        return max(longest, whole(raw, "model_max_length", at_most=MOST_POSITIONS))  # Command R was trained for more
     if scaling.kind == "linear":
         return min(int(longest * scaling.factor), MOST_POSITIONS)
     if scaling.kind == "yarn":
         return min(max(longest, int(scaling.original_max_position * scaling.factor)), MOST_POSITIONS)
     return longest
+
+
+def _within_a_chunk(raw: dict[str, Any], longest: int) -> int:
+    """The context in which Llama 4 attends to all tokens and does not scale its queries."""
+    if raw.get("attention_chunk_size") is not None:
+        longest = min(longest, whole(raw, "attention_chunk_size", at_most=MOST_POSITIONS))
+    if raw.get("attn_temperature_tuning", True):
+        floor = whole(raw, "floor_scale", at_most=MOST_POSITIONS) if "floor_scale" in raw else 8192
+        longest = min(longest, floor - 1)
+    return max(1, longest)
 
 
 def _scales_queries(raw: dict[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from slipway_runtime.layers.decoder_layer import DecoderLayer
 from slipway_runtime.layers.embedding import Embedding
 from slipway_runtime.layers.linear import Linear
 from slipway_runtime.layers.matmul import ALL_DENSE, Dense, MatmulMakers
-from slipway_runtime.layers.norm import RMSNorm
+from slipway_runtime.layers.norm import Norm
 from slipway_runtime.layers.rotary import RopeScaling, Rotary
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import ModelConfig
@@ -27,7 +27,7 @@ class Decoder:
         self,
         embedding: Embedding,
         layers: list[DecoderLayer],
-        norm: RMSNorm,
+        norm: Norm,
         head: Linear | None,
         rotary: Rotary,
         *,
@@ -103,6 +103,8 @@ def load_decoder(
     layers = checkpoint.in_parallel(loader.layer, config.num_layers)
     if share.rank == 0 and (reason := loader.cut.lost_codes):  # the same on all ranks
         log.warning("weights take more memory than in the checkpoint", reason=reason)
+    if config.draft_layers:
+        checkpoint.ignore_if(lambda name: _is_of_drafts(name, config.num_layers))
     head = None
     if not scores_tokens or config.tied_embeddings:
         checkpoint.ignore("lm_head.weight")
@@ -117,7 +119,7 @@ def load_decoder(
         reduce=share.reduce,
     )
     rotary = Rotary(
-        config.head_dim,
+        config.head_dim if config.latent is None else config.latent.rotary,
         config.rope_theta,
         config.rope_scaling,
         max_positions,
@@ -138,6 +140,14 @@ def load_decoder(
         logit_scale=config.logit_scale,
         share=share,
     )
+
+
+def _is_of_drafts(name: str, layers: int) -> bool:
+    """Whether a tensor is of the layers after the last, which draft several tokens (multi-token prediction)."""
+    if name.startswith("model.mtp_"):
+        return True
+    index = name.removeprefix("model.layers.").partition(".")[0]
+    return name.startswith("model.layers.") and index.isdigit() and int(index) >= layers
 
 
 def _rotary_variants(config: ModelConfig) -> tuple[tuple[float, RopeScaling] | None, ...]:

@@ -7,6 +7,7 @@
 | embedding                | tokens  | the vectors of its own tokens; those of others are zeros   | all-reduce     |
 | lm_head                  | outputs | the logits of its own tokens                               | all-gather     |
 | norms                    | –       | all of them                                                |                |
+| norms over all heads     | heads   | the weights of its own heads; it sums squares              | all-reduce     |
 
 With more ranks than key-value heads (8 ranks, 4 heads), `ranks / heads` neighbouring ranks have a copy of one k and v
 head, in their weights, adapters and KV cache, each for its own query heads. Inner features need not be divisible by the
@@ -124,7 +125,11 @@ def part_of(config: ModelConfig, size: int, rank: int = 0) -> ModelConfig:
         num_q_heads=config.num_q_heads // size,
         num_kv_heads=max(1, config.num_kv_heads // size),
         intermediate_size=inner(config.intermediate_size),
-        experts=None if experts is None else replace(experts, intermediate_size=inner(experts.intermediate_size)),
+        experts=None
+        if experts is None
+        else replace(
+            experts, intermediate_size=inner(experts.intermediate_size), shared_size=inner(experts.shared_size)
+        ),
     )
 
 
@@ -137,9 +142,9 @@ def _refusal(config: ModelConfig, size: int) -> str:
             f"a rank needs the same number of the {heads} query heads, and whole heads or a copy of one of the "
             f"{kv_heads} key-value heads; " + (f"use {possible} or 1" if possible else "use 1")
         )
-    if config.wide_qk_norm and size > 1:
-        return f"{config.model_type} models have a norm over all heads, and a rank has a part of them; use 1"
     features = [config.intermediate_size, *([] if config.experts is None else [config.experts.intermediate_size])]
+    if config.experts is not None and config.experts.shared_size:
+        features.append(config.experts.shared_size)
     if min(features) < size:
         return f"the model has {min(features)} inner features, fewer than ranks; use at most {min(features)}"
     return ""

@@ -8,11 +8,12 @@
 | internvl             | InternVL 3                         | that of text_config  |
 | qwen2_vl, qwen2_5_vl | Qwen2-VL, Qwen2.5-VL               | qwen2                |
 | qwen3_vl             | Qwen3-VL, dense                    | qwen3                |
-| qwen3_vl_moe         | Qwen3-VL with experts              | refused: see below   |
+| qwen3_vl_moe         | Qwen3-VL with experts              | qwen3_moe            |
+| llama4               | Llama 4                            | llama4_text          |
 
 Only text is served; the server refuses images. Qwen's models rotate positions in three sections, for time, height and
 width of an image. For text the three positions are equal, so the sections have no effect. Qwen3-VL adds features of an
-image to its first layers; without an image there are none. The experts of Qwen3-VL are stored in another layout.
+image to its first layers; without an image there are none.
 """
 
 from collections.abc import Mapping
@@ -33,6 +34,8 @@ _DEFAULT_TEXT: Final = {  # the type of text_config if it names none, as in tran
     "qwen2_vl": "qwen2_vl_text",
     "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "llama4": "llama4_text",
 }
 WRAPPERS: Final = frozenset(_DEFAULT_TEXT)
 _TEXT_TYPES: Final = {  # of text_config, and the family that computes the same
@@ -41,13 +44,14 @@ _TEXT_TYPES: Final = {  # of text_config, and the family that computes the same
     "qwen2_vl": "qwen2",
     "qwen2_5_vl": "qwen2",
     "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
 }
 # Keys beside text_config that are about images, or repeat what the text part has.
 _OF_IMAGES: Final = words(
     "vision_config image_token_id image_token_index video_token_id video_token_index vision_start_token_id "
     "vision_end_token_id vision_token_id boi_token_index eoi_token_index mm_tokens_per_image spatial_merge_size "
     "vision_feature_layer vision_feature_select_strategy projector_hidden_act multimodal_projector_bias "
-    "image_seq_length image_grid_pinpoints downsample_ratio use_image_newline_parameter"
+    "boi_token_id eoi_token_id image_seq_length image_grid_pinpoints downsample_ratio use_image_newline_parameter"
 )
 _SHARED: Final = words("tie_word_embeddings eos_token_id quantization_config dtype torch_dtype")  # of the whole model
 _SECTIONS: Final = words("mrope_section mrope_interleaved")
@@ -85,6 +89,8 @@ def text_part(raw: dict[str, Any]) -> dict[str, Any]:
         raise ModelRefusedError(f"config.json: text_config is {shown(inner)}; a {outer} model needs an object")
     shared = {key: raw[key] for key in _SHARED if raw.get(key) is not None}  # as in transformers, these win
     said = inner.get("model_type", _DEFAULT_TEXT[outer])
+    if said == "qwen3_vl_moe_text":  # it has no key for it
+        inner = {**inner, "norm_topk_prob": True}
     text = {**inner, **shared, "model_type": _TEXT_TYPES.get(said, said) if isinstance(said, str) else said}
     return {
         key: _without_sections(value) if key in ("rope_scaling", "rope_parameters") else value

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipway_api.memory import SMALLEST_POOL, kv_bytes_per_token, pool_blocks
+from slipway_api.memory import SMALLEST_POOL, pool_blocks
 from slipway_runtime.cgroups import ContainerLimits, read_limits
 from slipway_runtime.kernels import kv_pages
 from slipway_runtime.kernels.upload import upload
@@ -31,7 +31,7 @@ def size_cache(
     config: ModelConfig, *, dtype: torch.dtype, block_size: int, budget_bytes: int, useful_tokens: int | None = None
 ) -> CacheSize:
     """As many blocks as fit into the budget, but no more than `useful_tokens` need. Too few: DoesNotFitError."""
-    bytes_per_token = kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, DTYPE_NAMES[dtype])
+    bytes_per_token = config.shape.kv_bytes_per_token(DTYPE_NAMES[dtype])
     num_blocks = pool_blocks(budget_bytes, bytes_per_token, block_size)
     if useful_tokens is not None:
         num_blocks = min(num_blocks, -(-useful_tokens // block_size))
@@ -49,7 +49,7 @@ def allocate_cache(config: ModelConfig, size: CacheSize, dtype: torch.dtype, dev
     Zeroed: padding of a batch reads memory that was never written, and 0 × NaN would be NaN.
     """
     page = kv_pages.page_shape(size.block_size, config.head_dim, dtype)
-    shape = (config.num_layers, size.num_blocks + 1, 2, config.num_kv_heads, *page)
+    shape = (config.num_layers, size.num_blocks + 1, config.kv_planes, config.num_kv_heads, *page)
     return list(torch.zeros(shape, dtype=dtype, device=device).unbind(0))
 
 

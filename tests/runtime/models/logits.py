@@ -32,7 +32,7 @@ class Bench:
         makers: MatmulMakers = ALL_DENSE,
     ) -> None:
         config = read_config(path)
-        kernels = kernels or kernels_for(CPU, dtype)
+        kernels = kernels or kernels_for(CPU, dtype, latent=config.latent is not None)
         with Checkpoint(path, dtype, CPU) as checkpoint:
             self.decoder = load_decoder(config, checkpoint, kernels, 100, makers)
         caches = allocate_cache(config, CacheSize(100, BLOCK, 0), dtype, CPU)

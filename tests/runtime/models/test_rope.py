@@ -22,6 +22,10 @@ VARIANTS = {
     "yarn of a large theta": {**YARN, "rope_theta": 1e6, "factor": 40.0},
     "yarn that is not rounded": {**YARN, "truncate": False},
     "yarn with other bounds": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0},
+    "yarn with equal bounds, as Kimi K2": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0},
+    "llama3 with equal bounds, as Llama 4": {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 64},
     "yarn with its own sharpness": {**YARN, "attention_factor": 0.9},
     "yarn with mscale": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
     "yarn with half of mscale": {**YARN, "mscale": 1.0},

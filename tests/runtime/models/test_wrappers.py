@@ -50,6 +50,20 @@ SHAPES = {
         "text_config": {**TEXT, "rope_parameters": {**SECTIONS, "mrope_interleaved": True}},
         "vision_config": {**QWEN_EYE, "out_hidden_size": 48, "deepstack_visual_indexes": [0]},
     },
+    "qwen3_vl_moe": {
+        "text_config": {
+            **TEXT,
+            "rope_parameters": {**SECTIONS, "mrope_interleaved": True},
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+        "vision_config": {**QWEN_EYE, "out_hidden_size": 48, "deepstack_visual_indexes": [0]},
+    },
+    "llama4": {
+        "text_config": {**TEXT, "num_local_experts": 4, "intermediate_size": 24, "intermediate_size_mlp": 40},
+        "vision_config": {**SQUARE, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+    },
 }
 
 
@@ -91,6 +105,20 @@ def test_the_first_files_of_qwen_have_both_parts_in_one(saved):
     file = folder / "model.safetensors"
     renamed = {name.replace("model.language_model.", "model."): one for name, one in load_file(file).items()}
     save_file({name.replace("model.visual.", "visual."): one for name, one in renamed.items()}, file)
+
+    check_logits(model, folder)
+
+
+@pytest.mark.capability("API-28")
+@pytest.mark.parametrize("saved", ["qwen3_vl_moe"], indirect=True)
+def test_the_published_experts_of_qwen3_vl_have_inputs_before_outputs(saved):
+    """The files of the hub have (experts, in, out), those that `transformers` saves have (experts, out, in)."""
+    model, folder = saved
+    file = folder / "model.safetensors"
+    turned = {
+        name: one.transpose(1, 2).contiguous() if ".experts." in name else one for name, one in load_file(file).items()
+    }
+    save_file(turned, file)
 
     check_logits(model, folder)
 

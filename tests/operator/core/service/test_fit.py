@@ -188,6 +188,19 @@ def test_the_shape_of_a_model_is_no_part_of_its_revision():
     assert resolve(on(H100), IMAGE).hash == resolve(on(H100, shape=None), IMAGE).hash
 
 
+@pytest.mark.capability("API-28")
+def test_the_kv_cache_of_latent_attention_has_one_vector_for_each_token():
+    """DeepSeek-V2-Lite: 576 numbers in 27 layers, where 16 heads of 192 and 128 would have 5,120."""
+    lite = {"layers": 27, "hiddenSize": 2048, "heads": 16, "kvHeads": 16, "parameters": 15_706_484_224, "experts": 64,
+            "expertsPerToken": 6, "moeIntermediateSize": 1408, "latentSize": 576}  # fmt: skip
+    latents = planned(on(H100, shape=lite))
+    assert isinstance(latents, Fits)
+    assert latents.bytes_per_token == 27 * 576 * 2
+    heads = planned(on(H100, shape={**lite, "latentSize": 0, "headDim": 160}))
+    assert isinstance(heads, Fits)
+    assert latents.kv_tokens > 8 * heads.kv_tokens
+
+
 QWEN3_30B = {"layers": 48, "hiddenSize": 2048, "heads": 32, "kvHeads": 4, "headDim": 128, "parameters": 30_532_122_624}
 EXPERTS = {"experts": 128, "expertsPerToken": 8, "moeIntermediateSize": 768}
 

@@ -21,7 +21,16 @@ from typing import Final
 from slipway_api.engine_fields import SLIPWAY
 from slipway_api.gpu_catalogue import GPUFacts, find_gpu
 from slipway_api.inference_service import InferenceServiceSpec
-from slipway_api.memory import CPU_BF16_PARAMETERS, DoesNotFit, Fits, ModelShape, Needs, footprint, plan
+from slipway_api.memory import (
+    CPU_BF16_PARAMETERS,
+    LATENT_PLANES,
+    DoesNotFit,
+    Fits,
+    ModelShape,
+    Needs,
+    footprint,
+    plan,
+)
 from slipway_api.runtime_spec import Dtype, KVDtype, Quantization, SpeculationMethod
 from slipway_api.types import parse_quantity
 
@@ -69,12 +78,16 @@ def _more_gpus(shape: ModelShape, spec: InferenceServiceSpec, facts: GPUFacts) -
     return ""
 
 
+# Numbers of a head in q and in o of latent attention, to estimate its matrices; DeepSeek-V3 has 102, GLM-4.7-Flash 266.
+_LATENT_HEAD: Final = 128
+
+
 def model_shape(spec: InferenceServiceSpec) -> ModelShape | None:
     """The planner's view of `model.shape`."""
     shape = spec.model.shape
     if shape is None:
         return None
-    return ModelShape(
+    planned = ModelShape(
         layers=shape.layers,
         hidden=shape.hidden_size,
         heads=shape.heads,
@@ -84,6 +97,12 @@ def model_shape(spec: InferenceServiceSpec) -> ModelShape | None:
         experts=shape.experts,
         experts_per_token=shape.experts_per_token,
         moe_intermediate=shape.moe_intermediate_size,
+    )
+    if not shape.latent_size:
+        return planned
+    attention = 2 * shape.hidden_size * shape.heads * _LATENT_HEAD
+    return replace(
+        planned, kv_heads=1, head_dim=shape.latent_size, kv_planes=LATENT_PLANES, attention_parameters=attention
     )
 
 
