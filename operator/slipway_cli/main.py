@@ -1,4 +1,4 @@
-"""The command `kubectl slipway`: status, rollouts, drain, wake, why-scale, simulate, plan, routes, bundle, cleanup.
+"""The command `kubectl slipway`: status, why, rollouts, drain, wake, simulate, plan, routes, console, bundle, cleanup.
 
 Verbs that change something write what their user could write with kubectl: a field of the spec or an annotation. They
 need no access to the operator, and work while it is away.
@@ -27,6 +27,7 @@ from slipway_cli.explain import explain_plan, explain_scaling, explain_status
 from slipway_cli.routes import NotExportedError, Options, export_routes
 from slipway_cli.simulation import ReplicaModel, Result, simulate
 from slipway_cli.traces import BadInputError, read_service, read_trace
+from slipway_cli.why import Step, find_accounts
 from slipway_operator.core.scaling.limits import LIMIT_NAMES
 
 NOTHING_TO_DO: Final = 3  # exit code of a verb that would have no effect
@@ -110,6 +111,28 @@ def why_scale(name: Name, namespace: Namespace = "", context: Context = "", outp
         out.print(f"the metrics ask for {found['recommended']}; limited by {limit}", soft_wrap=True)
     _print_table(("METRIC", "VALUE", "TARGET", "REPLICAS"), found["metrics"], _values)
     return _print_table(("TIME", "FROM", "TO", "REASON"), found["history"], _values)
+
+
+@app.command()
+def why(
+    request_id: Annotated[str, typer.Argument(help="The x-request-id of the answer.")],
+    release_namespace: Annotated[str, typer.Option(help="Namespace of operator and gateway.")] = "slipway-system",
+    context: Context = "",
+    output: Form = Output.TABLE,
+) -> None:
+    """Explain one request: the chosen replica and its scores, queue, prefill, cache hits, decode, handovers."""
+    accounts = find_accounts(Cluster(context=context), release_namespace, request_id)
+    if output is Output.JSON:
+        return _print_json([account.to_json() for account in accounts])
+    for account in accounts:
+        out.print(account.summary, soft_wrap=True)
+        _print_table(("AT", "PART", "EVENT"), account.steps, _step_row)
+        _print_table(
+            ("REPLICA", "SCORE", "SENT BEFORE", "LOAD (TOKENS)", "KV USAGE", "HOME"), account.considered, _values
+        )
+        for sentence in account.missing:
+            typer.echo(sentence, err=True)
+    return None
 
 
 @app.command()
@@ -359,6 +382,10 @@ def _print_table(headers: tuple[str, ...], rows: list[Any], cells: Callable[[Any
 
 def _values(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row.values())
+
+
+def _step_row(step: Step) -> tuple[str, str, str]:
+    return "" if step.at is None else f"{step.at:+.3f} s", step.part, step.text
 
 
 def _revision_row(row: dict[str, Any]) -> tuple[Any, ...]:
