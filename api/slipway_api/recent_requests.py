@@ -25,6 +25,8 @@ class RecentRequests:
         self._max_bytes = max_bytes
         self._accounts: deque[tuple[str, bytes]] = deque()  # encoded: their size is known, and they are read rarely
         self._bytes = 0
+        self.total = 0
+        """The requests that have ended since the start, dropped ones included."""
 
     def __len__(self) -> int:
         return len(self._accounts)
@@ -37,6 +39,7 @@ class RecentRequests:
     def add(self, request_id: str, account: Mapping[str, Any]) -> None:
         """Keep the account of a request that has ended."""
         encoded = json.dumps(account, separators=(",", ":")).encode()
+        self.total += 1
         self._accounts.append((request_id, encoded))
         self._bytes += len(encoded)
         while self._accounts and (len(self._accounts) > self._max_requests or self._bytes > self._max_bytes):

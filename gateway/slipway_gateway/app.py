@@ -21,6 +21,7 @@ from slipway_api.names import (
 from slipway_api.recent_requests import INVALID_ID, REQUEST_ID
 from slipway_api.words import count
 from slipway_gateway.apis import COUNTING_PATHS, GENERATING_PATHS, refusal_response
+from slipway_gateway.console import Console
 from slipway_gateway.errors import Refusal, not_synced, unknown_model, unknown_path, wrong_method
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.front_door import defer_continue, refuse_by_headers
@@ -116,6 +117,7 @@ class Admin:
         *,
         tokens: Callable[[], Sequence[str]] | None,
         tenancy: Tenancy,
+        gateway: str = "",
     ) -> None:
         """`tokens` are read anew for every request, because they rotate; None: no token is needed."""
         self._fleet = fleet
@@ -124,6 +126,7 @@ class Admin:
         self._operator_api = OperatorApi(fleet, requests.outcomes)
         self._tokens = tokens
         self._tenancy = tenancy
+        self.console = Console(fleet, requests, gateway=gateway)
         self._leaving = False
 
     def leave(self) -> None:
@@ -146,6 +149,7 @@ class Admin:
         app.router.add_get(PATH_METRICS, self._metrics_page)
         app.router.add_get(PATH_ROUTES, self._with_token(self._routes))
         app.router.add_get(PATH_REQUESTS, self._with_token(self._request))
+        self.console.add_routes(app, self._with_token)
         app.router.add_get(PATH_DEMAND, self._with_token(self._operator_api.demand))
         app.router.add_get(PATH_OUTCOMES, self._with_token(self._operator_api.outcomes))
         return app

@@ -278,6 +278,11 @@ def _moment(event: Mapping[str, Any]) -> str:
     return str(series.get("lastObservedTime") or event.get("eventTime") or event.get("deprecatedLastTimestamp") or "")
 
 
+def component_of(pod: Mapping[str, Any]) -> str:
+    """The part of the installation that a pod is: operator or gateway."""
+    return str(pod["metadata"].get("labels", {}).get("app.kubernetes.io/component", ""))
+
+
 def with_our_finalizer(objects: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The objects that our finalizer holds."""
     return (one for one in objects if names.FINALIZER in one["metadata"].get("finalizers", ()))

@@ -6,6 +6,7 @@ need no access to the operator, and work while it is away.
 
 import json
 import sys
+import webbrowser
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -23,6 +24,7 @@ from slipway_api.inference_service import InferenceService
 from slipway_api.words import count
 from slipway_cli.bundle import collect_bundle, write_bundle
 from slipway_cli.cluster import KINDS, Cluster, ClusterError, with_our_finalizer
+from slipway_cli.console import forwarded_console, wait_for_interrupt
 from slipway_cli.explain import explain_plan, explain_scaling, explain_status
 from slipway_cli.routes import NotExportedError, Options, export_routes
 from slipway_cli.simulation import ReplicaModel, Result, simulate
@@ -306,6 +308,22 @@ def bundle(
     out.print(f"wrote {path}: {', '.join(written)}", soft_wrap=True)
     for part, cause in files["not-collected"].items():
         typer.echo(f"not collected: {part}: {cause}", err=True)
+
+
+@app.command()
+def console(
+    release_namespace: Annotated[str, typer.Option(help="Namespace of operator and gateway.")] = "slipway-system",
+    browser: Annotated[bool, typer.Option(help="Open the browser; else only print the address.")] = True,
+    context: Context = "",
+) -> None:
+    """Open the console of a gateway in the browser, through kubectl port-forward, until Ctrl-C."""
+    cluster = Cluster(context=context)
+    with forwarded_console(cluster, release_namespace, context=context) as url:
+        out.print(f"The console is at {url}", soft_wrap=True)
+        out.print("The address contains a token that opens the admin port of this gateway. Press Ctrl-C to end.")
+        if browser:
+            webbrowser.open(url)
+        wait_for_interrupt()
 
 
 @app.command()

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from slipway_api.recent_requests import INVALID_ID, REQUEST_ID
 from slipway_api.words import count
-from slipway_cli.cluster import Cluster, ClusterError
+from slipway_cli.cluster import Cluster, ClusterError, component_of
 from slipway_cli.traces import BadInputError
 
 NOT_FOUND: Final = 404
@@ -57,8 +57,8 @@ def find_accounts(cluster: Cluster, release_namespace: str, request_id: str) -> 
     if not REQUEST_ID.fullmatch(request_id):
         raise BadInputError(INVALID_ID)
     pods = cluster.installation_pods(release_namespace)
-    gateways = [pod for pod in pods if _component(pod) == "gateway"]
-    operators = [pod for pod in pods if _component(pod) == "operator"]
+    gateways = [pod for pod in pods if component_of(pod) == "gateway"]
+    operators = [pod for pod in pods if component_of(pod) == "operator"]
     if not gateways:
         raise ClusterError(
             f"the namespace {release_namespace} has no gateway. "
@@ -217,7 +217,7 @@ def _steps_of_replica(endpoint: str, sent: float, one: Mapping[str, Any]) -> lis
         text = f"Decode took {_ms(one['decodeSeconds'])}: {count(one['outputTokens'], 'token')}"
         text += f", one every {_ms(pace)}" if pace else ""
         if one["draftTokens"]:
-            text += f", {one['acceptedTokens']} of {one['draftTokens']} draft tokens accepted"
+            text += f", {one['acceptedTokens']} of {count(one['draftTokens'], 'draft token')} accepted"
         if one["preemptions"]:
             text += f", preempted {count(one['preemptions'], 'time')}"
         steps.append(Step(round(at, 4), part, f"{text}; it ended with {one['finish']}."))
@@ -235,7 +235,7 @@ def _end(request: Mapping[str, Any], part: str) -> Step:
     text += f" (limit of the tenant: {request['tenantLimit']})" if request["tenantLimit"] else ""
     if request["outputTokens"] or request["inputTokens"]:
         about = "about " if request["isEstimated"] else ""
-        text += f"; {about}{request['inputTokens']} tokens in, {request['outputTokens']} out"
+        text += f"; {about}{count(request['inputTokens'], 'token')} in, {request['outputTokens']} out"
     return Step(request["endedAt"], part, f"{text}.")
 
 
@@ -248,7 +248,7 @@ def _decisions(request: Mapping[str, Any], history: Sequence[Mapping[str, Any]])
         at = (datetime.fromisoformat(str(one["time"]).replace("Z", "+00:00")) - started).total_seconds()
         if started + timedelta(seconds=at) > ended:
             continue
-        steps.append(Step(round(at, 1), "operator", f"{one['from']} → {one['to']} replicas: {one['reason']}"))
+        steps.append(Step(round(at, 1), "operator", f"Replicas: {one['from']} → {one['to']}; {one['reason']}"))
         if at < 0:
             break
     if not steps and history:
@@ -268,10 +268,6 @@ def _unreadable_replica(endpoint: str, error: ClusterError) -> str:
     if error.status == NOT_FOUND and str(error).startswith("admin port "):
         return f"The engine of {endpoint} keeps no accounts of requests; only Slipway's runtime does."
     return _unreadable(f"The replica {endpoint}", error)
-
-
-def _component(pod: Mapping[str, Any]) -> str:
-    return str(pod["metadata"].get("labels", {}).get("app.kubernetes.io/component", ""))
 
 
 def _ms(seconds: float) -> str:

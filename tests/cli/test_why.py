@@ -200,7 +200,7 @@ def test_one_account_joins_gateway_replica_and_operator(api: ApiServer, gateway:
     cached = int(prefill.rpartition(" of them from the prefix cache")[0].rpartition(" ")[2])
     assert cached > 0, "the same prompt was sent twice"
     assert "8 tokens" in decode or "it ended with stop" in decode
-    assert texts["operator"] == ["1 → 2 replicas: KVCacheUtilization 0.93"], "the last decision before it, no other"
+    assert texts["operator"] == ["Replicas: 1 → 2; KVCacheUtilization 0.93"], "the last decision before it, no other"
     assert account["missing"] == []
     moments = [one["at"] for one in account["steps"] if one["at"] is not None and one["part"].startswith("replica")]
     assert moments == sorted(moments)
@@ -320,7 +320,7 @@ def test_waits_scores_and_handovers_are_told_in_their_order():
         "it was the only replica that could take it.",
         "The first byte came after 3.00 s.",
         "It ended with status 200, stop; 5 tokens in, 7 out.",
-        "2 → 3 replicas: queue",
+        "Replicas: 2 → 3; queue",
     ]
     assert account.considered == scored
 
