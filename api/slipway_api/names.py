@@ -126,6 +126,8 @@ PATH_SIGNALS: Final = "/signals"
 PATH_DRAIN: Final = "/drain"
 PATH_UNDRAIN: Final = "/undrain"
 PATH_STATE: Final = "/state"
+PATH_REQUESTS: Final = "/debug/requests"  # ?id=…: the accounts of one request
+PARAMETER_ID: Final = "id"
 PATH_ADAPTERS: Final = "/adapters"
 PATH_MODEL: Final = "/model"
 PATH_SLEEP: Final = "/sleep"

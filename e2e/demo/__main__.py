@@ -104,6 +104,7 @@ The cluster stays up. Try, in a shell:
   export PATH={access.tools}:$PATH
   kubectl get infsvc,lora,wpool,pods
   kubectl explain infsvc.spec.autoscaling
+  .venv/bin/kubectl-slipway console                   # services, decisions, live plots and a chat in the browser
   kubectl delete pod -l slipway.dev/service=chat      # and see it replaced
   export OPENAI_BASE_URL={slipway.base_url} OPENAI_API_KEY=none
   curl -N $OPENAI_BASE_URL/chat/completions -H 'content-type: application/json' \\

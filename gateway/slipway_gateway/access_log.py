@@ -10,11 +10,14 @@ from typing import Final
 
 import structlog
 
+from slipway_api.recent_requests import RecentRequests
 from slipway_gateway.metrics import Metrics
+from slipway_gateway.request_account import describe_request
 from slipway_gateway.request_state import RequestState
 
 log = structlog.get_logger()
 
+UNAUTHORIZED: Final = 401
 REFUSALS_SECONDS: Final = 1.0  # in which a tenant's refused requests are logged together
 
 
@@ -51,6 +54,7 @@ class AccessLog:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self.refusals = RefusalCounts()
+        self.recent = RecentRequests()
 
     def write(self, record: RequestState) -> None:
         """Write the log line and update the metrics."""
@@ -114,6 +118,8 @@ class AccessLog:
             added_ms=round(self._added(record) * 1e3, 2) if record.forwarded else None,
             total_ms=_milliseconds(record.started, now),
         )
+        if record.status != UNAUTHORIZED:  # strangers must not displace the accounts of others
+            self.recent.add(record.request_id, describe_request(record))
 
     @staticmethod
     def _added(record: RequestState) -> float:

@@ -10,14 +10,18 @@ from slipway_api.admin_token import token_digest, token_matches
 from slipway_api.anthropic_models import anthropic_model, anthropic_model_list, asks_as_anthropic
 from slipway_api.names import (
     HEADER_ADMIN_TOKEN,
+    PARAMETER_ID,
     PATH_DEMAND,
     PATH_HEALTH,
     PATH_METRICS,
     PATH_OUTCOMES,
     PATH_READY,
+    PATH_REQUESTS,
 )
+from slipway_api.recent_requests import INVALID_ID, REQUEST_ID
 from slipway_api.words import count
 from slipway_gateway.apis import COUNTING_PATHS, GENERATING_PATHS, refusal_response
+from slipway_gateway.console import Console
 from slipway_gateway.errors import Refusal, not_synced, unknown_model, unknown_path, wrong_method
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.front_door import defer_continue, refuse_by_headers
@@ -113,6 +117,7 @@ class Admin:
         *,
         tokens: Callable[[], Sequence[str]] | None,
         tenancy: Tenancy,
+        gateway: str = "",
     ) -> None:
         """`tokens` are read anew for every request, because they rotate; None: no token is needed."""
         self._fleet = fleet
@@ -121,6 +126,7 @@ class Admin:
         self._operator_api = OperatorApi(fleet, requests.outcomes)
         self._tokens = tokens
         self._tenancy = tenancy
+        self.console = Console(fleet, requests, gateway=gateway)
         self._leaving = False
 
     def leave(self) -> None:
@@ -142,6 +148,8 @@ class Admin:
         app.router.add_get(PATH_HEALTH, self._health)
         app.router.add_get(PATH_METRICS, self._metrics_page)
         app.router.add_get(PATH_ROUTES, self._with_token(self._routes))
+        app.router.add_get(PATH_REQUESTS, self._with_token(self._request))
+        self.console.add_routes(app, self._with_token)
         app.router.add_get(PATH_DEMAND, self._with_token(self._operator_api.demand))
         app.router.add_get(PATH_OUTCOMES, self._with_token(self._operator_api.outcomes))
         return app
@@ -197,6 +205,13 @@ class Admin:
         view = self._fleet.view()
         body = {"viewAgeSeconds": view.age_seconds, "fromSnapshot": view.from_snapshot, "services": self._services()}
         return web.json_response(body)
+
+    async def _request(self, request: web.Request) -> web.Response:
+        """The accounts of the requests with one id; none if this process has none."""
+        given = request.query.get(PARAMETER_ID, "")
+        if not REQUEST_ID.fullmatch(given):
+            return web.json_response({"error": INVALID_ID}, status=400)
+        return web.json_response({"requests": self._requests.find(given)})
 
     def _services(self) -> list[dict[str, Any]]:
         return [

@@ -12,6 +12,7 @@ from slipway_gateway.fleet import Fleet, Lease
 from slipway_gateway.health import AttemptFailure
 from slipway_gateway.journal import Journal
 from slipway_gateway.picker.endpoints import Endpoint
+from slipway_gateway.picker.pick import Picked
 from slipway_gateway.upstream import (
     LostError,
     MovedError,
@@ -52,7 +53,12 @@ class Attempts:
 
     failed: dict[str, AttemptFailure] = field(default_factory=dict)  # by endpoint
     last_answer: RejectedAttempt | None = None  # of the last attempt, if it brought one
-    matched_tokens: int = 0  # of the prompt, which the endpoint of the next attempt has cached
+    picked: Picked | None = None  # for the next attempt
+
+    @property
+    def matched_tokens(self) -> int:
+        """Of the prompt: the tokens that the endpoint of the next attempt has cached."""
+        return self.picked.matched_tokens if self.picked is not None else 0
 
 
 @dataclass(slots=True)

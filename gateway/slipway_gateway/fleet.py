@@ -315,6 +315,12 @@ class Fleet:
         destination = self._destinations.get(endpoint.service)
         return destination.loads.get(endpoint.name, IDLE) if destination is not None else IDLE
 
+    def kv_usage(self, endpoint: Endpoint) -> float | None:
+        """The used share of its KV cache, as it reported lately; None: it did not."""
+        destination = self._destinations.get(endpoint.service)
+        report = destination.reports.fresh(self._clock()).get(endpoint.name) if destination is not None else None
+        return report.kv_usage if report is not None else None
+
     def is_ejected(self, endpoint: Endpoint) -> bool:
         """Whether it is left out while others can serve."""
         return self._health(endpoint).is_ejected(self._clock()) or self.is_slow(endpoint)

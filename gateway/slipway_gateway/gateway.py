@@ -107,6 +107,7 @@ class Gateway:
             self.metrics,
             tokens=self._tokens if self._watches else None,
             tenancy=self.tenancy,
+            gateway=settings.pod_name,
         )
         certificate = Certificate(settings.tls_directory) if settings.tls_directory is not None else None
         self.metrics.add_certificate(certificate)
@@ -170,6 +171,7 @@ class Gateway:
                     counting = asyncio.create_task(self._peers.run(), name="peers")
                     stack.push_async_callback(_cancel, counting)
                 watch = Watch(client, self.fleet, namespaces=self.settings.watch_namespaces)
+                self.admin.console.watch = watch
                 startup = RouteStartup(
                     self.fleet,
                     watch,

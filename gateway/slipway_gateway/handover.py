@@ -33,7 +33,7 @@ from slipway_gateway.picker.endpoints import Endpoint, Route
 from slipway_gateway.picker.pick import Picked
 from slipway_gateway.picker.scorers import RoutingRequest
 from slipway_gateway.request_body import Body, InferenceRequest
-from slipway_gateway.request_state import SHUTTING_DOWN, RequestState
+from slipway_gateway.request_state import SHUTTING_DOWN, AttemptKind, RequestState
 from slipway_gateway.upstream import (
     FirstByteWait,
     Reply,
@@ -164,8 +164,8 @@ class Handover:
                         return self._failed(record, "no_replica", f"{broken}, and no other replica could continue it")
                     await asyncio.sleep(LOOK_SECONDS)
                     continue
-                endpoint = picked
-                leg, broken = await self._try(stream, endpoint, reason, broken)
+                endpoint = picked.endpoint
+                leg, broken = await self._try(stream, picked, reason, broken)
             if leg is Leg.REFUSED:
                 return self._failed(record, "refused", f"{broken}, and another replica refused to continue it")
             if leg is Leg.COMPLETE:
@@ -174,9 +174,9 @@ class Handover:
                 return broken
         return ""
 
-    async def _try(self, stream: Interrupted, endpoint: Endpoint, reason: str, broken: str) -> tuple[Leg, str]:
+    async def _try(self, stream: Interrupted, picked: Picked, reason: str, broken: str) -> tuple[Leg, str]:
         """Ask one replica to continue; the second part is why the stream is broken."""
-        request, journal, record = stream.request, stream.journal, stream.record
+        request, journal, record, endpoint = stream.request, stream.journal, stream.record, picked.endpoint
         now = asyncio.get_running_loop().time()
         wait = FirstByteWait(
             min(now + self._upstream.timeouts.first_byte_seconds, stream.deadline),
@@ -199,6 +199,8 @@ class Handover:
                     leg = self._judge(stream, endpoint, reply)
                     if leg is not None:
                         return leg, broken
+                    record.note_failure(record.endpoint, broken)
+                    record.note_attempt(picked, AttemptKind.HANDOVER, reason)
                     self._began(stream, endpoint, reason)
                     journal.broken = ""
                     reply.watch_for_hang(self._can_move(endpoint))
@@ -226,7 +228,7 @@ class Handover:
             return Leg.NOT_TAKEN
         return None
 
-    def _pick(self, stream: Interrupted) -> Endpoint | None:
+    def _pick(self, stream: Interrupted) -> Picked | None:
         """A replica of the same revision: one that has not failed under this stream, else one that may be back."""
         if not self._is_on(stream.record.service):
             return None
@@ -239,7 +241,7 @@ class Handover:
         for tried in (stream.failed.keys(), still_excluded):
             picked = self._fleet.pick(route, request, tried=tried)
             if isinstance(picked, Picked):
-                return picked.endpoint
+                return picked
         return None
 
     def _route(self, stream: Interrupted) -> Route | None:

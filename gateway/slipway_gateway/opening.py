@@ -19,7 +19,7 @@ from slipway_gateway.metrics import Metrics
 from slipway_gateway.picker.endpoints import Endpoint, Route
 from slipway_gateway.picker.pick import Picked
 from slipway_gateway.request_body import Body, InferenceRequest
-from slipway_gateway.request_state import RequestState
+from slipway_gateway.request_state import AttemptKind, RequestState
 from slipway_gateway.upstream import (
     DEADLINE,
     BudgetError,
@@ -92,6 +92,7 @@ class Opener:
                 self._count(record, HedgeOutcome.DENIED)
                 return None
             other = picked.endpoint
+            record.note_attempt(picked, AttemptKind.HEDGE)
             return self._open_one(sending, other, picked.matched_tokens, trace)
 
         opened, outcome, error = await first_answer(opening, delay, start_second)

@@ -10,6 +10,7 @@ import re
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Final, Protocol
 
 from slipway_gateway.health import AttemptFailure
@@ -17,12 +18,14 @@ from slipway_gateway.metrics import UNKNOWN_MODEL
 from slipway_gateway.mirror import Capture
 from slipway_gateway.outcomes import Outcomes, Pace
 from slipway_gateway.picker.endpoints import NO_LIMITS, LatencyLimits
+from slipway_gateway.picker.pick import Considered, Picked, PickReason
 from slipway_gateway.resolve import MayUse, may_use_all
 from slipway_gateway.sse import says_its_end
 
 SHUTTING_DOWN: Final = "the gateway is shutting down"
 BYTES_PER_TOKEN: Final = 4
 USAGE_BYTES: Final = 8192  # at the end of an answer, where its usage stands
+MAX_ATTEMPT_NOTES: Final = 12  # the last attempts of a request, for its account
 CLIENT_LEFT: Final = 499  # nginx's number for a client that did not wait; only in logs and metrics
 
 # Inside a string, JSON escapes its quotes, so these never match text that a model wrote.
@@ -71,6 +74,29 @@ class _NoTrace:
 
 
 NO_TRACE: Final[RequestTrace] = _NoTrace()
+
+
+class AttemptKind(Enum):
+    """Why a request was sent to a replica."""
+
+    FIRST = "first"
+    RETRY = "retry"
+    HEDGE = "hedge"  # beside the first one, which was late
+    HANDOVER = "handover"  # to continue a stream that broke off
+
+
+@dataclass(slots=True)
+class AttemptNote:
+    """One attempt, for the account of the request (`request_account`)."""
+
+    kind: AttemptKind
+    endpoint: str
+    revision: str
+    at: float
+    reason: PickReason
+    considered: tuple[Considered, ...]
+    cause: str  # of a handover: why the stream broke off
+    failure: str = ""
 
 
 @dataclass(slots=True)
@@ -123,11 +149,27 @@ class RequestState:
     fallback_from: str = ""  # the served name of the service that was asked, when another one answers
     tenant_limit: str = ""  # the limit of its tenant that refused it
     degraded: str = ""  # what was taken from the request because of overload
+    attempts: deque[AttemptNote] = field(default_factory=lambda: deque(maxlen=MAX_ATTEMPT_NOTES))
 
     @property
     def labels(self) -> tuple[str, str, str]:
         """Model, service and revision, as the metrics name them."""
         return self.model, self.service, self.revision
+
+    def note_attempt(self, picked: Picked, kind: AttemptKind, cause: str = "") -> None:
+        """Note that the request is sent to this endpoint."""
+        endpoint = picked.endpoint
+        note = AttemptNote(
+            kind, endpoint.name, endpoint.revision, time.monotonic(), picked.reason, picked.considered, cause
+        )
+        self.attempts.append(note)
+
+    def note_failure(self, endpoint: str, failure: str) -> None:
+        """Note why the last attempt at this endpoint failed."""
+        for note in reversed(self.attempts):
+            if note.endpoint == endpoint and not note.failure:
+                note.failure = failure
+                return
 
     def add_forwarded(self, piece: bytes) -> None:
         """Count a `piece` of the answer that was forwarded."""

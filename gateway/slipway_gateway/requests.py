@@ -30,12 +30,14 @@ import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import structlog
 from aiohttp import web
 
 from slipway_api.names import HEADER_ADAPTER, HEADER_TEXT_BLOCKS, HEADER_TOKEN_IDS
+from slipway_api.recent_requests import MOST_FOUND
 from slipway_gateway.access_log import AccessLog
 from slipway_gateway.accounting import Accounting
 from slipway_gateway.apis import GENERATING_PATHS, limit_field, refusal_response
@@ -68,8 +70,9 @@ from slipway_gateway.outcomes import Outcomes
 from slipway_gateway.overload import Ladder, Step
 from slipway_gateway.picker.endpoints import Endpoint, Route
 from slipway_gateway.picker.pick import NoneReady, Picked, UnknownRevision
+from slipway_gateway.request_account import describe_request
 from slipway_gateway.request_body import Body, BodyReader, InferenceRequest, parse, request_id
-from slipway_gateway.request_state import SHUTTING_DOWN, RequestState
+from slipway_gateway.request_state import SHUTTING_DOWN, AttemptKind, RequestState
 from slipway_gateway.resolve import may_use_all
 from slipway_gateway.shares import SharedCapacity
 from slipway_gateway.tenancy import ATTEMPT_FAILURES, Tenancy, internal_headers, set_max_tokens
@@ -137,7 +140,7 @@ class Requests:
         )
         self._opener = Opener(fleet, upstream, self._handover, kv_feeds or KvFeeds(fleet), metrics)
         metrics.handover_bytes.set_function(lambda: journals.held)
-        self._open: set[asyncio.Task[object]] = set()
+        self._open: dict[asyncio.Task[object], RequestState] = {}
         self.idle = asyncio.Event()  # set while no request is inside
         self.idle.set()
 
@@ -145,6 +148,12 @@ class Requests:
     def open(self) -> int:
         """How many requests are inside."""
         return len(self._open)
+
+    def find(self, request_id: str) -> list[dict[str, Any]]:
+        """The accounts of the requests with this id: those that have ended, then those that are open."""
+        ended = self.access_log.recent.find(request_id)
+        still_open = [record for record in self._open.values() if record.request_id == request_id]
+        return ended + [describe_request(record, is_open=True) for record in still_open[:MOST_FOUND]]
 
     def leave(self) -> None:
         """Begin the shutdown: from now on, answers close their connections."""
@@ -162,7 +171,7 @@ class Requests:
         assert task is not None
         record = RequestState(request_id=request_id(request), path=request.path, outcomes=self.outcomes)
         record.trace = self.tracing.start(request.headers, request.path)
-        self._open.add(task)
+        self._open[task] = record
         self.idle.clear()
         self._metrics.open_requests.inc()
         try:
@@ -180,7 +189,7 @@ class Requests:
             log.exception("request failed", request_id=record.request_id)
             return self._refuse(internal(), record)
         finally:
-            self._open.discard(task)
+            self._open.pop(task, None)
             if not self._open:
                 self.idle.set()
             self._metrics.open_requests.dec()
@@ -317,6 +326,8 @@ class Requests:
                 )
             record.endpoint, record.revision = endpoint.name, endpoint.revision
             record.matched_tokens = attempts.matched_tokens
+            if attempts.picked is not None:
+                record.note_attempt(attempts.picked, AttemptKind.RETRY if record.failures else AttemptKind.FIRST)
             try:
                 answer = await self._try_endpoint(sending, route, endpoint, attempts.matched_tokens)
             except DeadlineError:
@@ -336,6 +347,7 @@ class Requests:
             record.failures.append(failure)
             record.failed.append((endpoint.revision, failure))
             attempts.failed[endpoint.name] = failure
+            record.note_failure(endpoint.name, record.error)
             self._metrics.upstream_errors.labels(*record.labels, failure.value).inc()
 
     async def _try_endpoint(
@@ -427,8 +439,8 @@ class Requests:
             refusing = {name for name, failure in attempts.failed.items() if failure is not AttemptFailure.LOST}
             picked = self._fleet.pick(route, inference.routing, tried=refusing)
         match picked:
-            case Picked(endpoint, matched_tokens):
-                attempts.matched_tokens = matched_tokens
+            case Picked(endpoint):
+                attempts.picked = picked
                 return endpoint
             case UnknownRevision(revision):
                 raise unknown_revision(inference.routing.model, revision)

@@ -50,17 +50,23 @@ class RevisionStatus(Slim, frozen=True, gc=False):
 
 
 class CanaryStatus(Slim, frozen=True, gc=False):
-    """`status.canary`, as far as it says whether the gates are passed."""
+    """`status.canary`: whether the gates are passed; the rest is for the console."""
 
     gate: str = ""
+    step: int = 0
+    weight: int = 0
+    failures: int = 0
+    metrics: tuple[dict[str, Any], ...] = ()
 
 
 class ConditionFacts(Slim, frozen=True, gc=False):
-    """One condition of an object, without its message."""
+    """One condition of an object; message and time are for the console."""
 
     type: str = ""
     status: str = ""
     reason: str = ""
+    message: str = ""
+    last_transition_time: str = ""
 
 
 class ServiceStatus(Slim, frozen=True, gc=False):
@@ -73,6 +79,7 @@ class ServiceStatus(Slim, frozen=True, gc=False):
     current_revision: str = ""
     update_revision: str = ""
     canary: CanaryStatus = CanaryStatus()
+    autoscaling: dict[str, Any] | None = None  # for the console
     revisions: tuple[RevisionStatus, ...] = ()
 
 

@@ -2,9 +2,11 @@
 
 import base64
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, Final, cast
+from urllib.parse import urlencode
 
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
@@ -17,6 +19,8 @@ from slipway_api.inference_service import InferenceService
 
 KINDS: Final = {"InferenceService": "inferenceservices", "LoRAAdapter": "loraadapters", "WarmPool": "warmpools"}
 
+UNAUTHORIZED: Final = 401
+ADMIN_SECONDS: Final = 10.0  # for the answer of an admin port
 LOG_LINES: Final = 2_000  # the newest of each container
 LOG_BYTES: Final = 2**20  # the newest of each container
 
@@ -49,6 +53,12 @@ class Cluster:
         self._apps = client.AppsV1Api()
         self._events = client.EventsV1Api()
         self._version = client.VersionApi()
+
+    def in_namespace(self, namespace: str) -> "Cluster":
+        """The same cluster, in another namespace."""
+        other = copy(self)
+        other.namespace = namespace
+        return other
 
     def service(self, name: str) -> InferenceService:
         """One service, as the API server has it."""
@@ -132,20 +142,72 @@ class Cluster:
 
     def gateway_routes(self, pod: Mapping[str, Any]) -> Any:
         """The routing table of one gateway. Needs the rights to read the gateway's key and to use `pods/proxy`."""
+        return self._read_admin_port(pod, "/debug/routes", self._gateway_tokens(pod))
+
+    def gateway_requests(self, pod: Mapping[str, Any], request_id: str) -> list[dict[str, Any]]:
+        """The accounts that one gateway has of a request. Needs the same rights as `gateway_routes`."""
+        path = f"{names.PATH_REQUESTS}?{urlencode({names.PARAMETER_ID: request_id})}"
+        return list(self._read_admin_port(pod, path, self._gateway_tokens(pod))["requests"])
+
+    def replica_requests(
+        self, namespace: str, name: str, request_id: str, operator: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """The accounts that one replica has of a request. Needs the rights to read the Secret that `operator` mounts
+        for the admin ports of replicas, and to use `pods/proxy` in the namespace of the replica."""
+        with _explained(f"pod {namespace}/{name}"):
+            pod = self._plain(self._core.read_namespaced_pod(name, namespace))
+        nonce = pod["metadata"].get("annotations", {}).get(names.ANNOTATION_ADMIN_NONCE, "")
+        tokens = [admin_token(key, namespace, name, nonce) for key in self._keys(operator, "admin-master")]
+        path = f"{names.PATH_REQUESTS}?{urlencode({names.PARAMETER_ID: request_id})}"
+        return list(self._read_admin_port(pod, path, tokens)["requests"])
+
+    def gateway_token(self, pod: Mapping[str, Any]) -> str:
+        """The token of the admin port of one gateway. Needs the right to read the gateway's key."""
+        return self._gateway_tokens(pod)[0]
+
+    def _gateway_tokens(self, pod: Mapping[str, Any]) -> list[str]:
         namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
-        volumes = {one["name"]: one for one in pod["spec"]["volumes"]}
-        secret = volumes["gateway-key"]["secret"]["secretName"]
+        return [admin_token(key, namespace, name) for key in self._keys(pod, "gateway-key")]
+
+    def _keys(self, pod: Mapping[str, Any], volume: str) -> list[bytes]:
+        """The keys in the Secret of this volume: the current one, and during a rotation the previous one."""
+        namespace = pod["metadata"]["namespace"]
+        volumes = {one["name"]: one for one in pod["spec"].get("volumes", ())}
+        if volume not in volumes:
+            raise ClusterError(f"pod {namespace}/{pod['metadata']['name']} has no volume {volume}")
+        secret = volumes[volume]["secret"]["secretName"]
         with _explained(f"Secret {namespace}/{secret}"):
-            key = (self._core.read_namespaced_secret(secret, namespace).data or {})["current"]
-        token = admin_token(base64.b64decode(key).strip(), namespace, name)
-        path = f"/api/v1/namespaces/{namespace}/pods/{name}:{names.ADMIN_PORT}/proxy/debug/routes"
-        with _explained(f"routes of {namespace}/{name}"):
-            # Not Authorization, which the API server's proxy removes.
-            answer: Any = self._core.api_client.call_api(
-                path, "GET", header_params={names.HEADER_ADMIN_TOKEN: token},
-                auth_settings=["BearerToken"], _preload_content=False, _return_http_data_only=True,
-            )  # fmt: skip
-        return json.loads(answer.data)
+            data = self._core.read_namespaced_secret(secret, namespace).data or {}
+        keys = [base64.b64decode(data[name]).strip() for name in ("current", "previous") if data.get(name)]
+        if not keys:
+            raise ClusterError(f"Secret {namespace}/{secret} has no key `current`")
+        return keys
+
+    def _read_admin_port(self, pod: Mapping[str, Any], path: str, tokens: Sequence[str]) -> Any:
+        """The JSON at `path` on the admin port of a pod; the tokens are tried in their order."""
+        namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
+        proxied = f"/api/v1/namespaces/{namespace}/pods/{name}:{names.ADMIN_PORT}/proxy{path}"
+        for number, token in enumerate(tokens, start=1):
+            try:
+                return json.loads(self._get(proxied, token, f"admin port of {namespace}/{name}"))
+            except ClusterError as exc:
+                if exc.status != UNAUTHORIZED or number == len(tokens):
+                    raise
+        raise ClusterError(f"there is no token for the admin port of {namespace}/{name}")
+
+    def _get(self, path: str, token: str, what: str) -> bytes:
+        """The body at `path` of the API server, with an admin token beside the user's own credentials."""
+        api = self._core.api_client
+        # Not Authorization, which the API server's proxy removes.
+        request = api.param_serialize(
+            "GET", path, header_params={names.HEADER_ADMIN_TOKEN: token}, auth_settings=["BearerToken"]
+        )
+        with _explained(what):
+            answer = api.call_api(*request, _request_timeout=ADMIN_SECONDS)
+            body = bytes(answer.read())
+        if not 200 <= answer.status < 300:
+            raise ClusterError(f"{what}: {_message_of(body) or f'{answer.status} {answer.reason}'}", answer.status)
+        return body
 
     def revisions(self) -> list[dict[str, Any]]:
         """The ControllerRevisions of services."""
@@ -200,15 +262,25 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def _message(error: ApiException) -> str:
+    return _message_of(error.body or "") or f"{error.status} {error.reason}"
+
+
+def _message_of(body: str | bytes) -> str:
+    """The sentence in the body of an error; empty if it has none."""
     try:
-        return str(json.loads(error.body or "")["message"])
+        return str(json.loads(body)["message"])
     except (TypeError, ValueError, KeyError):
-        return f"{error.status} {error.reason}"
+        return ""
 
 
 def _moment(event: Mapping[str, Any]) -> str:
     series = event.get("series") or {}
     return str(series.get("lastObservedTime") or event.get("eventTime") or event.get("deprecatedLastTimestamp") or "")
+
+
+def component_of(pod: Mapping[str, Any]) -> str:
+    """The part of the installation that a pod is: operator or gateway."""
+    return str(pod["metadata"].get("labels", {}).get("app.kubernetes.io/component", ""))
 
 
 def with_our_finalizer(objects: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The command `kubectl slipway`: status, rollouts, drain, wake, why-scale, simulate, plan, routes, bundle, cleanup.
+"""The command `kubectl slipway`: status, why, rollouts, drain, wake, simulate, plan, routes, console, bundle, cleanup.
 
 Verbs that change something write what their user could write with kubectl: a field of the spec or an annotation. They
 need no access to the operator, and work while it is away.
@@ -6,6 +6,7 @@ need no access to the operator, and work while it is away.
 
 import json
 import sys
+import webbrowser
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -23,10 +24,12 @@ from slipway_api.inference_service import InferenceService
 from slipway_api.words import count
 from slipway_cli.bundle import collect_bundle, write_bundle
 from slipway_cli.cluster import KINDS, Cluster, ClusterError, with_our_finalizer
+from slipway_cli.console import forwarded_console, wait_for_interrupt
 from slipway_cli.explain import explain_plan, explain_scaling, explain_status
 from slipway_cli.routes import NotExportedError, Options, export_routes
 from slipway_cli.simulation import ReplicaModel, Result, simulate
 from slipway_cli.traces import BadInputError, read_service, read_trace
+from slipway_cli.why import Step, find_accounts
 from slipway_operator.core.scaling.limits import LIMIT_NAMES
 
 NOTHING_TO_DO: Final = 3  # exit code of a verb that would have no effect
@@ -110,6 +113,28 @@ def why_scale(name: Name, namespace: Namespace = "", context: Context = "", outp
         out.print(f"the metrics ask for {found['recommended']}; limited by {limit}", soft_wrap=True)
     _print_table(("METRIC", "VALUE", "TARGET", "REPLICAS"), found["metrics"], _values)
     return _print_table(("TIME", "FROM", "TO", "REASON"), found["history"], _values)
+
+
+@app.command()
+def why(
+    request_id: Annotated[str, typer.Argument(help="The x-request-id of the answer.")],
+    release_namespace: Annotated[str, typer.Option(help="Namespace of operator and gateway.")] = "slipway-system",
+    context: Context = "",
+    output: Form = Output.TABLE,
+) -> None:
+    """Explain one request: the chosen replica and its scores, queue, prefill, cache hits, decode, handovers."""
+    accounts = find_accounts(Cluster(context=context), release_namespace, request_id)
+    if output is Output.JSON:
+        return _print_json([account.to_json() for account in accounts])
+    for account in accounts:
+        out.print(account.summary, soft_wrap=True)
+        _print_table(("AT", "PART", "EVENT"), account.steps, _step_row)
+        _print_table(
+            ("REPLICA", "SCORE", "SENT BEFORE", "LOAD (TOKENS)", "KV USAGE", "HOME"), account.considered, _values
+        )
+        for sentence in account.missing:
+            typer.echo(sentence, err=True)
+    return None
 
 
 @app.command()
@@ -286,6 +311,22 @@ def bundle(
 
 
 @app.command()
+def console(
+    release_namespace: Annotated[str, typer.Option(help="Namespace of operator and gateway.")] = "slipway-system",
+    browser: Annotated[bool, typer.Option(help="Open the browser; else only print the address.")] = True,
+    context: Context = "",
+) -> None:
+    """Open the console of a gateway in the browser, through kubectl port-forward, until Ctrl-C."""
+    cluster = Cluster(context=context)
+    with forwarded_console(cluster, release_namespace, context=context) as url:
+        out.print(f"The console is at {url}", soft_wrap=True)
+        out.print("The address contains a token that opens the admin port of this gateway. Press Ctrl-C to end.")
+        if browser:
+            webbrowser.open(url)
+        wait_for_interrupt()
+
+
+@app.command()
 def cleanup(
     yes: Annotated[bool, typer.Option("--yes", help="Do it; without, only list.")] = False,
     context: Context = "",
@@ -359,6 +400,10 @@ def _print_table(headers: tuple[str, ...], rows: list[Any], cells: Callable[[Any
 
 def _values(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row.values())
+
+
+def _step_row(step: Step) -> tuple[str, str, str]:
+    return "" if step.at is None else f"{step.at:+.3f} s", step.part, step.text
 
 
 def _revision_row(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -32,6 +32,8 @@ CLUSTER_VERBS: dict[str, tuple[str, ...]] = {
     "routes": ("chat", "--gateway", "infra/public"),
     "bundle": ("bundle.tgz",),
     "cleanup": (),
+    "why": ("req-1",),
+    "console": ("--no-browser",),
 }
 FILE_VERBS: dict[str, tuple[str, ...]] = {
     "plan": ("-f", "broken.yaml"),

@@ -8,7 +8,9 @@
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
+from heapq import nlargest
 from types import MappingProxyType
 from typing import Final
 
@@ -38,6 +40,7 @@ SCORERS: Final[Mapping[RoutingStrategy, WeightedScorers]] = MappingProxyType(
         RoutingStrategy.ROUND_ROBIN: (),
     }
 )
+MOST_CONSIDERED: Final = 3  # endpoints of a pick whose numbers are kept for `kubectl slipway why`
 NOTHING_KNOWN: Final = PrefixIndex()  # never added to
 NO_REPORTS: Final[Mapping[str, ReplicaLoad]] = MappingProxyType({})
 
@@ -53,12 +56,34 @@ class Load:
 IDLE: Final = Load()
 
 
+class PickReason(Enum):
+    """Why an endpoint was picked."""
+
+    ONLY = "only"  # no other endpoint could take the request
+    TURN = "turn"  # RoundRobin
+    BEST_SCORE = "best_score"
+
+
+@dataclass(frozen=True, slots=True)
+class Considered:
+    """An endpoint that was scored, with the numbers behind its score."""
+
+    endpoint: str
+    score: float
+    matched_tokens: int
+    load_tokens: int
+    kv_usage: float | None  # None: it reported nothing
+    is_home: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Picked:
     """The endpoint for this attempt."""
 
     endpoint: Endpoint
     matched_tokens: int = 0  # of the prompt, which it was sent before and need not compute again
+    reason: PickReason = field(default=PickReason.ONLY, compare=False)
+    considered: tuple[Considered, ...] = field(default=(), compare=False)  # those with the highest scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +143,7 @@ def pick(
     strategy = route.service.strategy
     weighted = SCORERS[strategy] if weighted is None else weighted
     if not weighted:
-        return Picked(fitting[turn % len(fitting)])
+        return Picked(fitting[turn % len(fitting)], reason=PickReason.TURN)
     candidates: Sequence[Candidate] = [_candidate(endpoint, loads, reports) for endpoint in fitting]
     if strategy is RoutingStrategy.PREFIX_CACHE:
         candidates = _with_affinity(request, candidates, prefixes)
@@ -126,7 +151,26 @@ def pick(
     highest = max(scores)
     best = [candidate for candidate, score in zip(candidates, scores, strict=True) if score == highest]
     chosen = best[int(tie_break * len(best))]
-    return Picked(chosen.endpoint, chosen.matched_tokens)
+    return Picked(
+        chosen.endpoint, chosen.matched_tokens, PickReason.BEST_SCORE, _considered(chosen, candidates, scores)
+    )
+
+
+def _considered(chosen: Candidate, candidates: Sequence[Candidate], scores: Sequence[float]) -> tuple[Considered, ...]:
+    """The chosen endpoint, and those with the next scores."""
+    scored = list(zip(scores, candidates, strict=True))
+    best = nlargest(MOST_CONSIDERED, scored, key=lambda pair: (pair[0], pair[1] is chosen))
+    return tuple(
+        Considered(
+            one.endpoint.name,
+            score,
+            one.matched_tokens,
+            one.load_tokens,
+            one.reported.kv_usage if one.reported is not None else None,
+            one.is_home,
+        )
+        for score, one in best
+    )
 
 
 def _candidate(endpoint: Endpoint, loads: Mapping[str, Load], reports: Mapping[str, ReplicaLoad]) -> Candidate:

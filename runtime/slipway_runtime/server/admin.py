@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from slipway_api import names
 from slipway_api.admin_token import token_matches
+from slipway_api.recent_requests import INVALID_ID, REQUEST_ID
 from slipway_api.runtime_api import (
     AdapterInfo,
     AdapterList,
@@ -96,6 +97,17 @@ async def state(http: Request) -> Response:
     """The full state of the replica."""
     replica: Replica = http.app.state.replica
     return _wire(state_of(replica))
+
+
+@routes.get(names.PATH_REQUESTS)
+async def request_accounts(
+    http: Request, request_id: Annotated[str, Query(alias=names.PARAMETER_ID)] = ""
+) -> dict[str, Any]:
+    """The accounts of the requests with one id; none if this process has none."""
+    if not REQUEST_ID.fullmatch(request_id):
+        raise ApiError(400, INVALID_ID, param=names.PARAMETER_ID)
+    replica: Replica = http.app.state.replica
+    return {"requests": replica.recent.find(request_id)}
 
 
 @routes.post(names.PATH_DRAIN)

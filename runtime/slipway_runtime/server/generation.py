@@ -4,9 +4,11 @@ The engine knows tokens only. When a stop string is complete, the engine is aske
 has computed beyond are neither sent nor counted.
 """
 
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from datetime import UTC, datetime
+from typing import Any, Protocol
 
 from slipway_runtime.engine.detokenizer import Detokenizer, StopStrings
 from slipway_runtime.messages import FinishReason, Output, TokenLogprobs
@@ -61,6 +63,35 @@ class Record:
     longest_answer: int = 0  # tokens of the longest of its answers
     tenant: str = ""
     adapter: str = ""  # name of the adapter
+
+
+def describe_record(record: Record, **names: str) -> dict[str, Any]:
+    """The account of a request in this replica, with these names: what took how long, in seconds."""
+    began = record.scheduled_at or record.finished_at
+    started = time.time() - (record.finished_at - record.arrived)
+    return {
+        **names,
+        "startedAt": datetime.fromtimestamp(started, UTC).isoformat(),
+        "tenant": record.tenant,
+        "adapter": record.adapter,
+        "promptTokens": record.prompt_tokens,
+        "cachedTokens": record.cached_tokens,
+        "outputTokens": record.completion_tokens,
+        "draftTokens": record.draft_tokens,
+        "acceptedTokens": record.accepted_tokens,
+        "preemptions": record.preemptions,
+        "finish": str(record.finish_reason),
+        "prepareSeconds": between(record.arrived, record.queued_at),
+        "queueSeconds": between(record.queued_at, began),
+        "prefillSeconds": between(record.scheduled_at, record.first_token_at),
+        "decodeSeconds": between(record.first_token_at, record.last_token_at),
+        "totalSeconds": between(record.arrived, record.finished_at),
+    }
+
+
+def between(start: float | None, end: float | None) -> float | None:
+    """Seconds between two times, rounded to 0.1 ms; None if one is missing."""
+    return round(end - start, 4) if start is not None and end is not None else None
 
 
 class Choice:

@@ -35,6 +35,7 @@ from typing import Final
 
 import structlog
 
+from slipway_api.recent_requests import RecentRequests
 from slipway_api.runtime_api import DrainStatus, Health, Ready, ReadyReason, Signals, StartupTimes
 from slipway_runtime.engine.client import EngineClient, EngineDead
 from slipway_runtime.messages import EngineStats, FinishReason, Sleep, WakeUp
@@ -115,6 +116,7 @@ class Replica:
         self.identity = identity
         self.boot_id = secrets.token_hex(6)
         self.text_blocks = TextBlockLog(self.boot_id)
+        self.recent = RecentRequests()
         self.clock = clock
         self.loaded: LoadedModel | None = None
         self.startup = StartupTimes()

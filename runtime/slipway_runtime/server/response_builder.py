@@ -16,9 +16,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from slipway_api import names, stream_marks
+from slipway_api.recent_requests import MOST_FOUND
 from slipway_runtime.messages import FinishReason, Request
 from slipway_runtime.server.errors import ApiError, unavailable
-from slipway_runtime.server.generation import Delta, Generation
+from slipway_runtime.server.generation import Delta, Generation, Record, between, describe_record
 from slipway_runtime.server.json_pieces import json_in_pieces
 from slipway_runtime.server.openai_types import GenerationRequest
 from slipway_runtime.server.prompt import Prompt
@@ -95,6 +96,7 @@ class ResponseBuilder:
         self._replica = replica
         self._metrics = served.model.metrics
         self._parts: list[_Part] = []
+        self._accounts = 0  # that were kept of its parts
         self._writers: dict[int, ChoiceWriter] = {}
         self._prompts: list[Prompt] = []
         self._before: dict[int, Delta] = {}  # text and tokens of resumed answers, by index
@@ -346,14 +348,19 @@ class ResponseBuilder:
             cached_tokens=record.cached_tokens,
             completion_tokens=record.completion_tokens,
             finish_reason=str(record.finish_reason),
-            prepare_seconds=_between(record.arrived, record.queued_at),
-            queue_seconds=_between(record.queued_at, began),
-            prefill_seconds=_between(record.scheduled_at, record.first_token_at),
-            decode_seconds=_between(record.first_token_at, record.last_token_at),
-            total_seconds=_between(record.arrived, record.finished_at),
+            prepare_seconds=between(record.arrived, record.queued_at),
+            queue_seconds=between(record.queued_at, began),
+            prefill_seconds=between(record.scheduled_at, record.first_token_at),
+            decode_seconds=between(record.first_token_at, record.last_token_at),
+            total_seconds=between(record.arrived, record.finished_at),
         )
+        if self._accounts < MOST_FOUND:  # a request with many prompts must not displace the others' accounts
+            self._accounts += 1
+            self._keep_account(part, record)
 
-
-def _between(start: float | None, end: float | None) -> float | None:
-    """Seconds between two times, rounded to 0.1 ms for the log; None where one is missing."""
-    return round(end - start, 4) if start is not None and end is not None else None
+    def _keep_account(self, part: _Part, record: Record) -> None:
+        request_id, route = self._http.state.request_id, self._format.route
+        account = describe_record(
+            record, requestId=request_id, id=part.request.id, route=route, model=self._served.name
+        )
+        self._replica.recent.add(request_id, account)
