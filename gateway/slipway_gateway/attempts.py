@@ -54,6 +54,12 @@ class Attempts:
     last_answer: RejectedAttempt | None = None  # of the last attempt, if it brought one
     matched_tokens: int = 0  # of the prompt, which the endpoint of the next attempt has cached
 
+    @property
+    def lost(self) -> frozenset[str]:
+        """The endpoints whose connections broke or could not be made: their nodes may be lost."""
+        failures = (AttemptFailure.LOST, AttemptFailure.UNREACHABLE)
+        return frozenset(name for name, failure in self.failed.items() if failure in failures)
+
 
 @dataclass(slots=True)
 class Opened:
