@@ -12,7 +12,7 @@ from typing import Any, Final
 import typer
 
 from slipway_api import names
-from slipway_cli.cluster import Cluster, ClusterError
+from slipway_cli.cluster import Cluster
 
 FILES, NO_FILES = ":0", ":4"  # cobra's ShellCompDirective: complete file names, or not
 
@@ -112,9 +112,9 @@ def _arguments(argument: Any, left: Sequence[str], values: dict[str, str]) -> tu
             found = [pod["metadata"] for pod in cluster.pods(left[1])]
         else:
             found = [one["metadata"] for one in cluster.objects("InferenceService")]
-    except ClusterError:
+        return {one["name"]: one.get("labels", {}).get(names.LABEL_REVISION, "") for one in found}, NO_FILES
+    except Exception:  # noqa: BLE001  whatever the API server answers, a sentence here would stand in the user's line
         return {}, NO_FILES
-    return {one["name"]: one.get("labels", {}).get(names.LABEL_REVISION, "") for one in found}, NO_FILES
 
 
 def main() -> None:

@@ -74,9 +74,10 @@ def test_every_verb_is_completed_with_its_first_sentence():
     assert all("\t" in line for line in lines)
 
 
-def test_without_a_cluster_nothing_is_completed_and_nothing_is_printed(monkeypatch):
+@pytest.mark.parametrize("error", [ClusterError("no kubeconfig"), TypeError("null has no items")], ids=str)
+def test_without_a_cluster_nothing_is_completed_and_nothing_is_printed(monkeypatch, error):
     def refuse(*_):
-        raise ClusterError("no kubeconfig")
+        raise error
 
     monkeypatch.setattr(completion, "Cluster", refuse)
 
