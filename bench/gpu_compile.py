@@ -32,8 +32,8 @@ SMALLER = (89, 120)
 WARPS_PER_SM, BLOCKS_PER_SM = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}, {86: 16, 89: 24, 120: 24}
 REGISTERS_PER_SM = 1 << 16
 # Bytes that may be spilled: a prompt's attention is bound by tensor cores, and on an H100 the fastest tile of 13 spills
-# 184. All others may put some words aside before a loop and read them behind it, as the assembler likes to. Within a loop
-# one may be read: int8 keys with fp16 queries do, and a smaller tile, without it, has more instructions for each key.
+# 184. All others may put some words aside before a loop and read them behind it, as the assembler likes to. Within a
+# loop one may be read: int8 keys with fp16 queries do, and a smaller tile, without it, has more instructions a key.
 SPILLS_OF_PROMPTS, PUT_ASIDE = 256, 16
 
 

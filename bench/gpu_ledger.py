@@ -156,8 +156,8 @@ on matrices that are multiplied without tensor cores.
 
 ## What was changed by these numbers, and what it should bring
 
-What is expected was estimated before anything ran on a GPU. [performance.md](performance.md#gpus-one-h100-once) has what
-was measured since.
+What is expected was estimated before anything ran on a GPU; [performance.md](performance.md#gpus-one-h100-once) has
+the measurements since.
 
 | what | before | after | expected |
 |---|---|---|---|
@@ -166,10 +166,9 @@ was measured since.
 SUMMARY = """
 ## All models
 
-The worst of all launches of a kernel for a model, written by `python -m bench.gpu_compile --ledger docs/gpu-ledger.md`
-before attention of decode and prompts was changed on an H100 (`_decode`, `_extend`: the sample below has them as they are):
+The worst of all launches of a kernel for a model, written by `python -m bench.gpu_compile --ledger docs/gpu-ledger.md`:
 most registers a thread, most bytes spilled (if any), most KB of shared memory, fewest blocks on a multiprocessor at
-once. Each launch in bf16 and fp16 (one model in fp32 too), KV in 16 bits, fp8 and int8, adapters of ranks 8 to 256.
+once. `_decode` and `_extend` were changed since, on an H100; the sample below has them as they are. Each launch in bf16 and fp16 (one model in fp32 too), KV in 16 bits, fp8 and int8, adapters of ranks 8 to 256.
 sm_89 stands for 8.6 (A10) too, which has the same tiles, and sm_100 for 10.3 (B300).
 """
 TABLES = """

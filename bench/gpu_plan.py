@@ -51,8 +51,8 @@ SHARES = {
     "_times_int4": CODES, "_decode": DECODE, "_extend": EXTEND, "_extend_in_order": EXTEND, "_grouped": CODES,
 }  # fmt: skip
 PROGRAM_SHARE = 2.5  # of the card's bandwidth by its multiprocessors, that one of them can draw alone
-# Seconds of a launch: the gap between two kernels, and the host's call. A prompt of 2,048 tokens of Qwen3-0.6B took 12 ms
-# with 6.9 ms of work on the device, for 260 launches.
+# Seconds of a launch: the gap between two kernels, and the host's call. A prompt of 2,048 tokens of Qwen3-0.6B took
+# 12 ms with 6.9 ms of work on the device, for 260 launches.
 IN_GRAPH, OUTSIDE = 1.8e-6, 45e-6
 COLLECTIVES = frozenset({"all_reduce", "all_gather"})
 COLLECTIVE, LINK_SHARE = 10e-6, 0.70  # seconds that a collective takes at least; of the link, by those of many bytes

@@ -55,11 +55,11 @@ class Known:
 
     @property
     def digest(self) -> str:
-        """Stands for the content: another address is taken for another content."""
+        """Identifies the content by its address: another address counts as other content."""
         return "source:" + hashlib.sha256(self.uri.encode()).hexdigest()
 
     def is_same(self, asked: LoadAdapterRequest) -> bool:
-        """Whether a load of it asks for what is known."""
+        """Whether a load request names the known source, version and pin."""
         return (self.uri, self.version, self.pinned) == (asked.uri, asked.version, asked.pinned)
 
 
@@ -103,7 +103,7 @@ class Adapters:
         self._leaving.clear()
 
     async def stop(self) -> None:
-        """Cancel what runs in the background."""
+        """Cancel the background tasks."""
         self.forget()
         if self._tasks:
             await asyncio.wait(self._tasks)

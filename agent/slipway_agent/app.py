@@ -108,7 +108,7 @@ class AdminPort:
         return _wire(await self.replica.signals())
 
     async def state(self, _: web.Request) -> web.Response:
-        """The full state; 503 where the engine cannot be asked."""
+        """The full state; 503 if the engine does not answer."""
         replica = self.replica
         started = replica.ready().reason
         try:

@@ -1,7 +1,7 @@
-"""Reads a metrics page in the text format of Prometheus, chunk by chunk, and keeps only the series that were asked for.
+"""Reads a metrics page in the text format of Prometheus, chunk by chunk, and keeps only the requested series.
 
-The page comes from a foreign engine, so nothing about it is trusted: lines, series and bytes have limits, and what
-cannot be read is an error and never a zero. Pure: no network.
+The page comes from a foreign engine, so it is not trusted: lines, series and bytes have limits, and an
+unreadable value is an error, never a zero. Pure: no network.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Final
 
 MOST_PAGE_BYTES: Final = 8 * 2**20  # an engine with many adapters and buckets has some hundred kB
 MOST_LINE_BYTES: Final = 16 * 2**10
-MOST_SERIES: Final = 4096  # of those that were asked for
+MOST_SERIES: Final = 4096  # requested ones
 MOST_KEPT_BYTES: Final = 2**20  # of their lines
 
 _LINE: Final = re.compile(r"(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)(?:\s+-?\d+)?")
@@ -21,7 +21,7 @@ _ESCAPE: Final = re.compile(r"\\(.)")
 
 
 class UnreadablePage(ValueError):  # noqa: N818  reads as a fact where it is raised
-    """The page is not what the dialect says; the message says what is wrong, without its text."""
+    """The page does not match the dialect; the message names the mismatch, without text of the page."""
 
 
 @dataclass(frozen=True, slots=True)

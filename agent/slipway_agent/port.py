@@ -14,7 +14,7 @@ MOST_CONNECTIONS: Final = 128
 HEADER_SECONDS: Final = 10.0
 IDLE_SECONDS: Final = 75.0
 
-# aiohttp logs what it cannot parse with parts of what was sent.
+# aiohttp logs unparsable requests together with parts of their content.
 _QUIET = logging.getLogger("slipway_agent.http")
 _QUIET.setLevel(logging.CRITICAL)
 

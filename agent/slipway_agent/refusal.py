@@ -34,10 +34,10 @@ class Refusal(Exception):  # noqa: N818  reads as a fact where it is raised
 
 
 def unavailable(error: EngineError) -> Refusal:
-    """The engine could not be asked: a 503, never a number."""
+    """The response if the engine does not answer: 503, never a number."""
     return Refusal(503, str(error))
 
 
 def refused_by_engine(error: EngineRefused, otherwise: str) -> str:
-    """The engine's own sentence, or another one where it gave none."""
+    """The engine's own sentence, or `otherwise` if it sent none."""
     return error.detail or otherwise

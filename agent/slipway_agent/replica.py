@@ -1,4 +1,4 @@
-"""State of the replica that the engine and this agent make: starting, ready, draining, sleeping, silent or dead.
+"""State of the replica (the engine and this agent): starting, ready, draining, sleeping, silent or dead.
 
 | probe of the engine        | it was well before | ready | reason          |
 |----------------------------|--------------------|-------|-----------------|
@@ -12,8 +12,8 @@
 | 200, the boot list loads   | any                | no    | WarmingUp       |
 | 200                        | any                | yes   | Ready           |
 
-A drain is over when no request was counted for the dialect's `quietSeconds`. What cannot be counted is an error and
-never a zero: then a drain goes on, until its owner's deadline ends it. The agent cannot make the engine refuse
+A drain is over when no request was counted for the dialect's `quietSeconds`. A count that cannot be read is an
+error, never a zero: then the drain continues until its owner's deadline. The agent cannot make the engine refuse
 requests, and ends none.
 """
 
@@ -143,7 +143,7 @@ class Replica:
             log.warning("the boot list", error=type(error).__name__)
 
     async def stop(self) -> None:
-        """Cancel what runs in the background."""
+        """Cancel the background tasks."""
         if self._booting is not None:
             self._booting.cancel()
             await asyncio.wait([self._booting])
@@ -405,7 +405,7 @@ class Replica:
                 raise Refusal(501, f"this {engine} was started without sleep: it has no {path}") from None
             raise Refusal(409, refused_by_engine(error, str(error))) from None
         except EngineError as error:
-            self._asleep = None  # it may have gone to sleep: not ready until it says so
+            self._asleep = None  # it may sleep: not ready until it reports that it does not
             raise unavailable(error) from None
         await self._ask_whether_it_sleeps()
         if path == calls.sleep_path and self._asleep == 0:

@@ -1,4 +1,4 @@
-"""Settings of `slipway-agent serve`: the dialect, where the engine listens, and what the pod says of the replica."""
+"""Settings of `slipway-agent serve`: the dialect, the engine's address, and the replica's identity from the pod."""
 
 import argparse
 import os

@@ -60,6 +60,12 @@ class Attempts:
         """Of the prompt: the tokens that the endpoint of the next attempt has cached."""
         return self.picked.matched_tokens if self.picked is not None else 0
 
+    @property
+    def lost(self) -> frozenset[str]:
+        """The endpoints whose connections broke or could not be made: their nodes may be lost."""
+        failures = (AttemptFailure.LOST, AttemptFailure.UNREACHABLE)
+        return frozenset(name for name, failure in self.failed.items() if failure in failures)
+
 
 @dataclass(slots=True)
 class Opened:

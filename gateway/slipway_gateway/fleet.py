@@ -144,8 +144,13 @@ class Fleet:
             for lease in tuple(destination.leases.get(name, ())):
                 lease.on_endpoint_left()
 
-    def pick(self, route: Route, request: RoutingRequest, *, tried: Collection[str] = ()) -> Pick:
-        """The endpoint for the next attempt of `request`, which is sent there at once."""
+    def pick(
+        self, route: Route, request: RoutingRequest, *, tried: Collection[str] = (), lost: Collection[str] = ()
+    ) -> Pick:
+        """The endpoint for the next attempt of `request`, which is sent there immediately.
+
+        `lost` are endpoints whose connections this request lost or could not make: replicas on their nodes come last.
+        """
         destination = self.destination(route.service.key)
         now = self._clock()
         route = route.for_pin(request.pin)  # nobody is sent to a reserved replica by chance, but a client may insist
@@ -160,6 +165,7 @@ class Fleet:
                 *destination.slowness.ejected(now),
             },
             tried=tried,
+            avoid_nodes={one.node for one in route.endpoints if one.name in lost and one.node} if lost else (),
             draw=self._draw(),
             tie_break=self._draw(),
             turn=destination.picks,

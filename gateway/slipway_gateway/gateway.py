@@ -197,7 +197,9 @@ class Gateway:
 
     async def _compare_replicas(self) -> None:
         while True:
+            started = time.monotonic()
             await asyncio.sleep(HANG_CHECK_SECONDS)
+            self.metrics.loop_lag.set(max(0.0, time.monotonic() - started - HANG_CHECK_SECONDS))
             self.fleet.check_hangs(self.settings.hang_seconds)
 
     async def leave(self, hurry: asyncio.Event | None = None) -> None:

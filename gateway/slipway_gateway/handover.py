@@ -239,7 +239,7 @@ class Handover:
         now = asyncio.get_running_loop().time()
         still_excluded = {name for name, until in stream.failed.items() if until > now}
         for tried in (stream.failed.keys(), still_excluded):
-            picked = self._fleet.pick(route, request, tried=tried)
+            picked = self._fleet.pick(route, request, tried=tried, lost=stream.failed.keys())
             if isinstance(picked, Picked):
                 return picked
         return None

@@ -109,6 +109,9 @@ class Metrics:
             "slipway_gateway_open_streams", "Answers being forwarded now", _REVISION, registry=registry
         )
         self.open_requests = Gauge("slipway_gateway_open_requests", "Requests inside the gateway", registry=registry)
+        self.loop_lag = Gauge(
+            "slipway_gateway_event_loop_lag_seconds", "How late the event loop woke the last time", registry=registry
+        )
         Gauge(
             "slipway_gateway_open_to_anyone", "1 while no keys are configured, so that anyone may call",
             registry=registry,

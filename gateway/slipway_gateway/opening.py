@@ -85,7 +85,7 @@ class Opener:
         def start_second() -> Opening | None:
             nonlocal other
             same_revision = replace(sending.inference.routing, pin=endpoint.revision)
-            picked = self._fleet.pick(route, same_revision, tried=[endpoint.name])
+            picked = self._fleet.pick(route, same_revision, tried=[endpoint.name], lost=[endpoint.name])
             if not isinstance(picked, Picked):
                 return None
             if not self._fleet.destination(record.service).retry_budget.spend():

@@ -433,11 +433,11 @@ class Requests:
         return route
 
     def _pick(self, route: Route, inference: InferenceRequest, attempts: Attempts) -> Endpoint | NoneReady:
-        picked = self._fleet.pick(route, inference.routing, tried=attempts.failed.keys())
+        picked = self._fleet.pick(route, inference.routing, tried=attempts.failed.keys(), lost=attempts.lost)
         if isinstance(picked, NoneReady):
             # A lost connection may only have been an idle one that the replica closed: the same replica will do.
             refusing = {name for name, failure in attempts.failed.items() if failure is not AttemptFailure.LOST}
-            picked = self._fleet.pick(route, inference.routing, tried=refusing)
+            picked = self._fleet.pick(route, inference.routing, tried=refusing, lost=attempts.lost)
         match picked:
             case Picked(endpoint):
                 attempts.picked = picked

@@ -24,6 +24,7 @@ from slipway_api.inference_service import InferenceService
 from slipway_api.words import count
 from slipway_cli.bundle import collect_bundle, write_bundle
 from slipway_cli.cluster import KINDS, Cluster, ClusterError, with_our_finalizer
+from slipway_cli.completion import SCRIPTS
 from slipway_cli.console import forwarded_console, wait_for_interrupt
 from slipway_cli.explain import explain_plan, explain_scaling, explain_status
 from slipway_cli.routes import NotExportedError, Options, export_routes
@@ -61,6 +62,13 @@ class Output(StrEnum):
 
     TABLE = "table"
     JSON = "json"
+
+
+class Shell(StrEnum):
+    """A shell with completion."""
+
+    BASH = "bash"
+    ZSH = "zsh"
 
 
 Name = Annotated[str, typer.Argument(help="Name of the InferenceService.")]
@@ -360,6 +368,12 @@ def main() -> None:
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def completion(shell: Annotated[Shell, typer.Argument(help="bash or zsh.")]) -> None:
+    """Print the completion script of a shell for the command kubectl-slipway."""
+    typer.echo(SCRIPTS[shell], nl=False)
 
 
 def _rolling(service: InferenceService) -> str:

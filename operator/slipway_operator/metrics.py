@@ -11,6 +11,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 from slipway_operator.account_metrics import AccountMetrics
+from slipway_operator.generation_metrics import Bodies, GenerationMetrics
 
 RECONCILE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 START_BUCKETS = (0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
@@ -81,6 +82,10 @@ class OperatorMetrics:
     def add_refused_lists(self, refused: Callable[[], Mapping[tuple[str, str], str]]) -> None:
         """Show the lists that the API server refuses, by (resource, namespace)."""
         self.registry.register(_RefusedLists(refused))
+
+    def add_generations(self, bodies: Bodies) -> None:
+        """Show the objects whose newest generation is not observed."""
+        self.registry.register(GenerationMetrics(bodies))
 
     def exposition(self) -> bytes:
         """The answer to GET /metrics."""

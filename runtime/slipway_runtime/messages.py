@@ -132,6 +132,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     handed_over: int
     last_step_at: float  # same clock as Request.arrived; not ready when it stalls with requests present
     prompt_tokens: int = 0  # prompt tokens taken in, cached ones included; a counter
+    prefilled_tokens: int = 0  # of those, the tokens of prompts whose first token was sampled; a counter
     generated_tokens: int = 0  # tokens sent as output; a counter
     computed_tokens: int = 0  # positions computed, prefill and decode, recomputation included; a counter
     started: int = 0  # requests that left the queue for the first time; a counter

@@ -1,4 +1,4 @@
-"""`python -m bench.gpu` without a GPU: the order of its parts, its budget, and each kernel that it times, interpreted."""
+"""`python -m bench.gpu` without a GPU: the order of its parts, its budget, and the kernels that it times."""
 
 import itertools
 from collections.abc import Iterator

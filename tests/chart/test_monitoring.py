@@ -24,6 +24,7 @@ from slipway_gateway.fleet import Fleet
 from slipway_gateway.tenancy import Tenancy
 from slipway_gateway.tls import Certificate
 from slipway_operator.core.service.plan import plan
+from slipway_operator.generation_metrics import GenerationMetrics
 from slipway_operator.metrics import OperatorMetrics
 from slipway_runtime.server.metrics import Metrics
 from tests.builders import a_service
@@ -166,6 +167,8 @@ def exported_if_configured() -> Iterator[str]:
         yield f"{metric.name}_total" if metric.type == "counter" else metric.name
     tenancy = Mock(is_open=False, fault="", gateways=1, tenant_names=())
     yield from (metric.name for metric in Tenancy.collect(tenancy))
+    # Without samples while the status of each object follows its spec.
+    yield from (metric.name for metric in GenerationMetrics(dict).collect())
 
 
 @pytest.mark.capability("OB-4", "OB-5")
@@ -359,6 +362,21 @@ STORIES: dict[str, tuple[dict[str, str], int, int]] = {
         9,
     ),
     "SlipwayNoLeader": ({'slipway_operator_is_leader{pod="operator-0"}': "1x10 0x10"}, 15, 9),
+    "SlipwayGenerationNotObserved": (
+        {'slipway_operator_unobserved_generations{kind="InferenceService", namespace="team", name="chat"}': "_x9 1x20"},
+        16,
+        12,
+    ),
+    "SlipwayOperatorEventLoopLag": (
+        {'slipway_operator_event_loop_lag_seconds{pod="operator-0"}': "0.1x10 4x20"},
+        22,
+        11,
+    ),
+    "SlipwayGatewayEventLoopLag": (
+        {'slipway_gateway_event_loop_lag_seconds{pod="gateway-0"}': "0.01x10 0.4x20"},
+        22,
+        11,
+    ),
     "SlipwayReconcileErrors": ({'slipway_operator_reconcile_errors_total{error="Refused"}': "0x20 0+30x40"}, 50, 19),
     "SlipwayNoGateway": (  # review/shipping.md 3
         {

@@ -82,7 +82,7 @@ API_SERVERS = {
 
 def test_the_law_covers_every_verb():
     verbs = {one.name or one.callback.__name__.replace("_", "-") for one in cli.app.registered_commands}
-    assert CLUSTER_VERBS.keys() | FILE_VERBS.keys() == verbs
+    assert CLUSTER_VERBS.keys() | FILE_VERBS.keys() | {"completion"} == verbs, "completion reads nothing"
 
 
 @pytest.mark.capability("OP-16")

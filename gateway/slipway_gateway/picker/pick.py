@@ -112,6 +112,7 @@ def pick(
     prefixes: PrefixIndex = NOTHING_KNOWN,
     ejected: Collection[str] = (),
     tried: Collection[str] = (),
+    avoid_nodes: Collection[str] = (),
     draw: float,
     tie_break: float,
     turn: int = 0,
@@ -122,8 +123,9 @@ def pick(
     1. Filter: the pinned revision, or the one that `draw` chooses by weight; never one that was `tried`, nor one of a
        revision that was rolled back or has not passed its gates.
     2. Leave out the `ejected`, unless no other is left: a suspect is better than a refusal.
-    3. Leave out those whose load is beyond the bound of affinity.
-    4. Score, and among the best let `tie_break` in [0, 1) choose, so that equals share the work.
+    3. Leave out replicas on `avoid_nodes`, unless no other is left: the node may be lost with all its replicas.
+    4. Leave out those whose load is beyond the bound of affinity.
+    5. Score, and among the best let `tie_break` in [0, 1) choose, so that equals share the work.
 
     `turn` counts the picks of this service, for RoundRobin. `weighted` replaces the scorers of the service's strategy.
     """
@@ -136,6 +138,7 @@ def pick(
     revision = request.pin or choose_revision(route.service.weights, ready, draw, cohort)
     fitting = [endpoint for endpoint in untried if revision is None or endpoint.revision == revision]
     fitting = [endpoint for endpoint in fitting if endpoint.name not in ejected] or fitting
+    fitting = [endpoint for endpoint in fitting if endpoint.node not in avoid_nodes] or fitting
     if not fitting:
         return NoneReady(_why_none(route, request.pin, tried))
     if len(fitting) == 1:

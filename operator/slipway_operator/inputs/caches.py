@@ -424,6 +424,7 @@ class Caches:
             metrics.watch(metrics.watch_age.labels(name), informer.age)
             metrics.watch(metrics.relists.labels(name), partial(getattr, informer, "relists"))
         metrics.add_refused_lists(lambda: self.access.refused)
+        metrics.add_generations(lambda: {kind: store.bodies("") for kind, store in self.stores.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

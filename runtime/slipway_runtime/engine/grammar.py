@@ -62,6 +62,12 @@ final: <|channel|> "final" <|message|> @format
 CHANNEL: /analysis|commentary/
 TEXT: /(.|\n)*/
 """
+# A bound answer of gpt-oss: thoughts, then one call, or the final message in a format.
+_HARMONY_BOUND: Final = r"""%llguidance {}
+start: thought* ANSWER
+thought: <|channel|> "analysis" <|message|> TEXT <|end|> <|start|> "assistant"
+TEXT: /(.|\n)*/
+"""
 # An answer that may think before its grammar binds it, as vLLM has it. Models end their thoughts with line breaks.
 _THOUGHT: Final = r"""%llguidance {}
 start: START @answer
@@ -280,12 +286,16 @@ class GrammarCompiler:
     def _harmony(self, given: Any) -> str:
         """`[{"name", "schema"}]`: free text on the channels of gpt-oss, and calls with arguments of these schemas.
 
-        `{"functions", "format"}`: the same, and the message of the channel `final` follows a grammar.
+        `{"functions", "format"}`: the same, and the message of the channel `final` follows a grammar. With `is_bound`
+        the answer is thoughts and then one call, or, without functions, a final message in the format.
         """
         functions = given["functions"] if isinstance(given, dict) else given
         form = given["format"] if isinstance(given, dict) else None
-        head = _HARMONY if form is None else _HARMONY_WITH_FORMAT
-        lark = f"{head}call: {' | '.join(f'call_{number}' for number in range(len(functions)))}\n"
+        lark = _HARMONY if form is None else _HARMONY_WITH_FORMAT
+        if isinstance(given, dict) and given.get("is_bound"):
+            lark = _HARMONY_BOUND.replace("ANSWER", "call" if functions else '<|channel|> "final" <|message|> @format')
+        if functions:
+            lark += f"call: {' | '.join(f'call_{number}' for number in range(len(functions)))}\n"
         for number, function in enumerate(functions):
             to = json.dumps(f" to=functions.{function['name']}", ensure_ascii=False)
             schema = json.dumps(with_options(self._look_through("harmony", function["schema"])))

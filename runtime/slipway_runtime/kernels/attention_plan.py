@@ -19,8 +19,8 @@ MAX_SPLITS = 32  # of a decode row: longer ones have longer splits
 # two for each multiprocessor of an H100. 32 tokens after 32k, 8 KV heads: 2 tiles · 8 heads → 264 // 16 = 16 splits of
 # 2k, 256 programs in place of 16. A chunk of more than half as many programs is not cut.
 CHUNK_SPLIT, MAX_CHUNK_SPLITS, CHUNK_PROGRAMS = 1024, 32, 264
-# Programs of a decode launch. More than a GPU runs at once, so that some start as others end; few enough that a captured
-# launch, which must cover the longest context, is not mostly programs without work.
+# Programs of a decode launch. More than a GPU runs at once, so that some start as others end; few enough that a
+# captured launch, which must cover the longest context, is not mostly programs without work.
 DECODE_PROGRAMS = 2048
 
 

@@ -169,7 +169,8 @@ def _extend_in_order(
         its_end = tl.minimum(end, (now + 1) * SPLIT)
         more, its_total, its_acc = attend(
             tile, cache, scales, kv_head, tables + tl.cast(chunk, tl.int64) * table_stride,
-            tl.maximum(start, now * SPLIT), its_end, its_end, its_end, past + t + 1 - window, tl.minimum(past + t + 1, its_end),
+            tl.maximum(start, now * SPLIT), its_end, its_end, its_end,
+            past + t + 1 - window, tl.minimum(past + t + 1, its_end),
             scale_log2, softcap_log2,
             False, SOFTCAP, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, QUANTIZED, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip

@@ -12,8 +12,8 @@ padding: neither its block table nor the cache is read for it, and its output is
 multiplied in the dtype of the queries, which holds them exactly; the scales are applied to scores and weights.
 
 The lower bound of decode is the cache's bytes over the memory's bandwidth: a token of a layer costs 2 · Hkv · D ·
-itemsize bytes (4 KiB at Hkv 8, D 128, bf16). An H100 reaches 0.87 to 0.90 of it (docs/performance.md); docs/gpu-ledger.md
-describes the compiled kernels.
+itemsize bytes (4 KiB at Hkv 8, D 128, bf16). An H100 reaches 0.87 to 0.90 of a copy's speed (docs/performance.md);
+docs/gpu-ledger.md describes the compiled kernels.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
@@ -202,9 +202,9 @@ def attend(
     """Softmax over positions start … end, in base 2; query i attends to since[i] … seen[i] ≤ end of them.
 
     q: (BLOCK_M, BLOCK_D) -> maximum and sum (BLOCK_M,), weighted values (BLOCK_M, BLOCK_D), not yet divided by the sum.
-    UNMASKED: all queries attend to all of all_see … all_saw, so tiles in there are added without masks: of a long prompt
-    all but those at a window's edge and on the diagonal. It pays where tensor cores are the bound: an H100 computed a
-    prompt of 8,192 tokens in 0.88 of the time, and decode in 1.05. Tiles are added in the order of their positions.
+    UNMASKED: all queries attend to all of all_see … all_saw, so tiles in there are added without masks: of a long
+    prompt all but those at a window's edge and on the diagonal. It pays where tensor cores are the bound: an H100
+    computed a prompt of 8,192 tokens in 0.88 of the time, and decode in 1.05. Tiles are added in their order.
     """
     maximum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -223,13 +223,13 @@ def attend(
     if UNMASKED:
         for first in range(whole, rest, BLOCK_N):
             maximum, total, acc = _add_tile(
-                q, cache, scales, kv_head, table, first, end, since, seen, scale_log2, softcap_log2, maximum, total, acc,
-                False, SOFTCAP, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, QUANTIZED, BLOCK_N, BLOCK_D,
+                q, cache, scales, kv_head, table, first, end, since, seen, scale_log2, softcap_log2,
+                maximum, total, acc, False, SOFTCAP, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, QUANTIZED, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         for first in range(rest, end, BLOCK_N):
             maximum, total, acc = _add_tile(
-                q, cache, scales, kv_head, table, first, end, since, seen, scale_log2, softcap_log2, maximum, total, acc,
-                True, SOFTCAP, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, QUANTIZED, BLOCK_N, BLOCK_D,
+                q, cache, scales, kv_head, table, first, end, since, seen, scale_log2, softcap_log2,
+                maximum, total, acc, True, SOFTCAP, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, QUANTIZED, BLOCK_N, BLOCK_D,
             )  # fmt: skip
     return maximum, total, acc
 

@@ -39,6 +39,7 @@ class RequestCounters:
     preemptions: int = 0
     invalid_logits: int = 0
     prompt_tokens: int = 0
+    prefilled_tokens: int = 0
     generated_tokens: int = 0
     computed_tokens: int = 0
     prefix_queries: int = 0
@@ -353,6 +354,7 @@ class RequestTable:
             handed_over=counters.handed_over,
             last_step_at=now,
             prompt_tokens=counters.prompt_tokens,
+            prefilled_tokens=counters.prefilled_tokens,
             generated_tokens=counters.generated_tokens,
             computed_tokens=counters.computed_tokens,
             started=counters.started,

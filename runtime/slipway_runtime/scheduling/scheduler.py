@@ -232,6 +232,8 @@ class Scheduler:
                 table.end(sequence, FinishReason.ERROR, now, INVALID_LOGITS)
                 continue
             if row.samples:
+                if sequence.first_token_at is None and sequence.index == 0:  # the answers of a request share its prompt
+                    table.counters.prefilled_tokens += sequence.num_prompt_tokens
                 logprobs = result.logprobs[index] if result.logprobs else ()
                 output = accept(sequence, token_ids, logprobs, self._eos, now)
                 if result.embeddings:

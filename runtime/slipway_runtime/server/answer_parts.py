@@ -2,7 +2,7 @@
 
 The reasoning is split off first; what is left of the answer goes through the parser of tool calls. gpt-oss writes
 calls in channels too, so there one parser does both. Where a model thinks in tags, a grammar binds what follows the
-thought; an answer of gpt-oss that a grammar binds has no reasoning.
+thought; an answer of gpt-oss thinks on its channel before a bound final message or a forced call.
 """
 
 import json
@@ -57,7 +57,13 @@ class ReasoningUse:
 
     def bound(self, grammar: Grammar, prompt: Prompt) -> Grammar:
         """The grammar of a whole answer to this prompt, which may think before `grammar` binds it."""
-        if self.form != "think" or not binds_at_once(grammar):
+        if not binds_at_once(grammar) or self.is_bound:
+            return grammar
+        if self.form == "harmony":
+            form = {"kind": grammar.kind, "text": grammar.text}
+            bound = {"functions": [], "format": form, "is_bound": True}
+            return Grammar(kind="harmony", text=json.dumps(bound, ensure_ascii=False))
+        if self.form != "think":
             return grammar
         begins = beginning_of(prompt.text, continued=self.continued)
         if begins is Begin.CONTENT:

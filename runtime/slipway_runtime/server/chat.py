@@ -208,7 +208,7 @@ async def answer_chat(
     caller.check(body)
     served = served_by(replica, body.model, http)
     model = served.model
-    tools = tool_use(body, model.prompts.template)
+    tools = tool_use(body, model.prompts.template, has_channels=_has_channels(body, model))
     bound = bound_of(body, tools)
     reasoning = reasoning_use(body, model, bound[0] if bound is not None else None, route)
     prompt = await prompt_of(body, model, tools, http)
@@ -242,24 +242,38 @@ def reasoning_use(body: ChatRequest, model: LoadedModel, grammar: Grammar | None
     form = form_of(model.prompts.template.source, model.reasoning_parser)
     return ReasoningUse(
         form=form,
-        is_bound=binds_at_once(grammar) and form != "think",
+        is_bound=_is_bound(body, model, grammar),
         is_shown=body.include_reasoning is not False,
         has_logprobs=route == "chat",  # the Responses API has logprobs of its messages only
         continued=body.messages[-1].text if body.continue_final_message else None,
     )
 
 
+def _has_channels(body: ChatRequest, model: LoadedModel) -> bool:
+    """Whether the answer begins with the header of a channel, as gpt-oss writes it, and may think there."""
+    is_off = body.reasoning_effort == "none" or (body.chat_template_kwargs or {}).get("enable_thinking") is False
+    begins = body.add_generation_prompt and not body.continue_final_message
+    return form_of(model.prompts.template.source, model.reasoning_parser) == "harmony" and begins and not is_off
+
+
+def _is_bound(body: ChatRequest, model: LoadedModel, grammar: Grammar | None) -> bool:
+    """Whether a grammar binds the answer from its first token, so that it has no reasoning."""
+    thinks_in_tags = form_of(model.prompts.template.source, model.reasoning_parser) == "think"
+    return binds_at_once(grammar) and not thinks_in_tags and not _has_channels(body, model)
+
+
 async def count_prompt_tokens(http: Request, body: ChatRequest) -> int:
     """The number of tokens of a conversation's prompt; raises ApiError as `answer_chat` does."""
     model = served_by(http.app.state.replica, body.model, http).model
-    return len((await prompt_of(body, model, tool_use(body, model.prompts.template), http)).token_ids)
+    tools = tool_use(body, model.prompts.template, has_channels=_has_channels(body, model))
+    return len((await prompt_of(body, model, tools, http)).token_ids)
 
 
 async def prompt_of(body: ChatRequest, model: LoadedModel, tools: ToolUse, http: Request) -> Prompt:
     """The prompt of a conversation; raises ApiError 400 if none can be made. Notes an effort without effect."""
     bound = bound_of(body, tools)
     form = form_of(model.prompts.template.source, model.reasoning_parser)
-    is_bound = form != "think" and binds_at_once(bound[0] if bound is not None else None)
+    is_bound = _is_bound(body, model, bound[0] if bound is not None else None)
     has_header = is_bound and form == "harmony" and body.add_generation_prompt
     prompt = await model.prompts.chat(
         body.messages,

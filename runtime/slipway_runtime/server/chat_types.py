@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from slipway_runtime.server import fields
 from slipway_runtime.server.bodies import RequestBody, only_types
 from slipway_runtime.server.errors import InvalidField
+from slipway_runtime.server.validation_errors import name_type
 
 # OpenAI allows 128 tools and names of 64 characters; Anthropic names of 128. Agents with many servers send more tools.
 MAX_TOOLS: Final = 1024
@@ -46,7 +47,7 @@ Part = Annotated[
 def kind_of_content(value: Any) -> Any:
     """Refuses contents that are neither a text nor a list, in a sentence about the content."""
     if not isinstance(value, str | list):
-        raise ValueError("a text or a list of parts is needed")
+        raise ValueError(f"expected a string or a list of parts, got {name_type(value)}")
     return value
 
 

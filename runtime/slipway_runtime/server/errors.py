@@ -207,8 +207,7 @@ def of_validation(errors: Sequence[Any], body: Any = None) -> ApiError:
         prefix = f"{path}." if path else ""
         return ApiError(400, f"{prefix}{cause}", param=prefix + cause.field, details=cause.details)
     message = str(cause) if isinstance(cause, ValueError) else first["msg"]
-    if first["type"] in {"model_type", "model_attributes_type"}:  # pydantic's message has the name of our class
-        message = "Input should be an object"
+    message = validation_errors.wrong_type(first, body, keys) or message
     return ApiError(400, f"{path}: {message}" if path else message, param=path or None)
 
 

@@ -280,7 +280,11 @@ class Metrics:
         self._preempted = self._histogram(
             "request_num_preemptions", "How often a request was set back.", (0, 1, 2, 5, 10)
         )
-        self._iteration = self._histogram("iteration_tokens_total", "Tokens computed in one step.", _ITERATION)
+        self._iteration = self._histogram(
+            "iteration_tokens_total",
+            "Prompt and generated tokens of one step; a prompt counts whole in the step of its first token.",
+            _ITERATION,
+        )
         self._success = self._counter("request_success", "Requests that ended, by reason.", "finished_reason")
         self._refused = self._counter("admission_rejections", "Requests refused before the queue, by reason.", "reason")
         self._computed_kv = self._histogram("request_prefill_kv_computed_tokens", "Prompt tokens computed.", tokens)
@@ -316,7 +320,7 @@ class Metrics:
             if legacy_names
             else None
         )
-        self._computed = 0
+        self._tokens = 0
         self._mask_seconds = 0.0
         self._steps = 0
 
@@ -329,10 +333,11 @@ class Metrics:
     def stepped(self, stats: EngineStats) -> None:
         """Record the size and the scheduling time of a step."""
         if stats.steps > self._steps:
-            self._iteration.observe(stats.computed_tokens - self._computed)
+            tokens = stats.prefilled_tokens + stats.generated_tokens
+            self._iteration.observe(tokens - self._tokens)
             self._schedule.observe(stats.schedule_seconds)
             self._masks.labels(*self._values).inc(max(0.0, stats.mask_seconds - self._mask_seconds))
-            self._steps, self._computed, self._mask_seconds = stats.steps, stats.computed_tokens, stats.mask_seconds
+            self._steps, self._tokens, self._mask_seconds = stats.steps, tokens, stats.mask_seconds
 
     def refused(self, status: int) -> None:
         """Count a request that was refused before it was queued."""

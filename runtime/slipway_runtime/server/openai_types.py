@@ -22,6 +22,7 @@ from slipway_runtime.server.chat_types import (
     Tool,
 )
 from slipway_runtime.server.errors import InvalidField
+from slipway_runtime.server.validation_errors import name_type
 
 MAX_STOPS: Final = 16  # OpenAI allows 4; HumanEval has 5
 LONGEST_STOP: Final = 1024  # characters of a stop string
@@ -51,7 +52,7 @@ def _number_of_answers(n: Any) -> Any:
 
 def _no_boolean(value: Any) -> Any:
     if isinstance(value, bool):
-        raise ValueError("a number is wanted, not true or false")
+        raise ValueError("expected a number, got a boolean")
     return value
 
 
@@ -72,7 +73,7 @@ def _kind_of_prompt(prompt: Any) -> str:
 
 def _prompt_text(value: Any) -> Any:
     if not isinstance(value, str):
-        raise ValueError("a text, its token ids, or a list of either is needed")
+        raise ValueError(f"expected a string, a list of token ids, or a list of either, got {name_type(value)}")
     return value
 
 

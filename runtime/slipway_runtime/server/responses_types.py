@@ -21,6 +21,7 @@ from slipway_runtime.server.chat_types import (
 )
 from slipway_runtime.server.errors import InvalidField, renamed_fields
 from slipway_runtime.server.openai_types import MAX_LOGPROBS, MAX_MESSAGES, ChatRequest, Count, Effort, Number, Resume
+from slipway_runtime.server.validation_errors import name_type
 
 LOGPROBS: Final = "message.output_text.logprobs"
 _NOTHING_KEPT: Final = "is not supported: this server keeps no responses; send the whole conversation in input"
@@ -192,10 +193,17 @@ InputItem = Annotated[
 ]  # fmt: skip
 
 
+def _kind_of_input(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise ValueError(f"expected a string or a list of items, got {name_type(value)}")
+    return value
+
+
 Input = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES), Tag("items")],
     Discriminator(lambda value: "text" if isinstance(value, str) else "items"),
+    BeforeValidator(_kind_of_input),
 ]
 
 

@@ -61,8 +61,11 @@ class ToolUse:
         return "stop" if self.name else "tool_calls"
 
 
-def tool_use(body: ChatRequest, template: ChatTemplate) -> ToolUse:
-    """Resolve the tool use of a request; raises ApiError 400 where it is not possible."""
+def tool_use(body: ChatRequest, template: ChatTemplate, *, has_channels: bool = False) -> ToolUse:
+    """Resolve the tool use of a request; raises ApiError 400 where it is not possible.
+
+    `has_channels`: the answer may think on a channel of its own before a forced call.
+    """
     tools = tuple(body.tools or ())
     if not tools or body.tool_choice == "none":
         return ToolUse()
@@ -74,11 +77,16 @@ def tool_use(body: ChatRequest, template: ChatTemplate) -> ToolUse:
         if form in FORMS_WITH_GRAMMAR:
             grammar = _forced((tool,), form, 1)
             return ToolUse(shown=tools, form=form, name=name, live=True, most=1, grammar=grammar)
+        if form == "harmony" and has_channels:
+            grammar = _forced_on_channels((tool,))
+            return ToolUse(shown=tools, form=form, name=name, live=True, most=1, grammar=grammar)
         grammar = Grammar(kind="json_schema", text=_dumps(compact(arguments_of(tool))))
         return ToolUse(shown=tools, form="named", name=name, live=True, grammar=grammar)
     if body.tool_choice == "required":
         if form in FORMS_WITH_GRAMMAR:
             return ToolUse(shown=tools, form=form, live=True, most=most, grammar=_forced(tools, form, most))
+        if form == "harmony" and has_channels:
+            return ToolUse(shown=tools, form=form, live=True, most=1, grammar=_forced_on_channels(tools))
         grammar = Grammar(kind="json_schema", text=_dumps(compact(schema_of_calls(tools, most))))
         return ToolUse(shown=tools, form="array", live=True, most=most, grammar=grammar)
     form = form_of(template)
@@ -163,6 +171,12 @@ def _forced(tools: tuple[Tool, ...], form: str, most: int | None) -> Grammar:
     """The grammar of an answer that is calls of these functions and nothing else, in the form of the model."""
     functions = [{"name": tool.function.name, "schema": arguments_of(tool)} for tool in tools]
     return Grammar(kind="calls", text=_dumps({"form": form, "functions": functions, "is_free": False, "most": most}))
+
+
+def _forced_on_channels(tools: tuple[Tool, ...]) -> Grammar:
+    """The grammar of an answer of gpt-oss that thinks and then calls one of these functions."""
+    functions = [{"name": tool.function.name, "schema": arguments_of(tool)} for tool in tools]
+    return Grammar(kind="harmony", text=_dumps({"functions": functions, "format": None, "is_bound": True}))
 
 
 async def check_bound(grammars: GrammarValidator, bound: tuple[Grammar, str], tools: ToolUse) -> None:

@@ -10,12 +10,13 @@ from typing import Any, Final
 
 _Path = tuple[str | int, ...]
 
-# The value is of another type: these say nothing about what is wrong inside of it.
-_OTHER_TYPE: Final = frozenset(
-    {"string_type", "list_type", "dict_type", "model_type", "int_type", "int_parsing", "int_from_float", "float_type",
-     "float_parsing", "bool_type", "bool_parsing", "literal_error", "none_required"}
-)  # fmt: skip
-_SHOULD_BE: Final = "Input should be "
+# The JSON type wanted, by the types of pydantic errors for a value of another type: they say nothing about its content.
+_EXPECTED: Final = {
+    "string_type": "a string", "list_type": "a list", "dict_type": "an object", "model_type": "an object",
+    "model_attributes_type": "an object", "int_type": "an integer", "int_parsing": "an integer",
+    "int_from_float": "an integer", "float_type": "a number", "float_parsing": "a number", "bool_type": "a boolean",
+    "bool_parsing": "a boolean", "literal_error": "", "none_required": "null",
+}  # fmt: skip
 _WHOLE_LIST: Final = 1 << 30  # later than any index
 
 
@@ -58,17 +59,48 @@ def _of_best_type(errors: Sequence[Any], depth: int) -> list[Any]:
     def fit(own: list[Any]) -> tuple[bool, int, int]:
         first = own[0]
         if len(first["loc"]) == depth + 1:
-            return first["type"] not in _OTHER_TYPE, _WHOLE_LIST, 0
+            return first["type"] not in _EXPECTED, _WHOLE_LIST, 0
         index = first["loc"][depth + 1]
         return True, index if isinstance(index, int) else 0, -len(own)
 
     best = max(of_types.values(), key=fit)
     if len(of_types) > 1 and not fit(best)[0]:
-        return [{**best[0], "msg": _of_no_type([own[0]["msg"] for own in of_types.values()])}]
+        kinds = dict.fromkeys(_expected(own[0]) for own in of_types.values() if own[0]["type"] in _EXPECTED)
+        return [{**best[0], "expected": " or ".join(kinds)}]
     return best
 
 
-def _of_no_type(messages: Sequence[str]) -> str:
-    """What is wrong with a value of none of a field's types: "Input should be a valid string or a valid list"."""
-    kinds = dict.fromkeys(message.removeprefix(_SHOULD_BE) for message in messages if message.startswith(_SHOULD_BE))
-    return _SHOULD_BE + " or ".join(kinds) if kinds else messages[0]
+def wrong_type(error: Any, body: Any, path: _Path) -> str | None:
+    """The sentence about a value of another type than its field's, without the value; None: the error is another one.
+
+    Worked: "expected a string or a list, got an integer".
+    """
+    if error["type"] not in _EXPECTED:
+        return None
+    expected = error.get("expected") or _expected(error)
+    value = body
+    for part in path:
+        if not _has(value, part):
+            return f"expected {expected}"
+        value = value[part]
+    is_other_word = isinstance(value, str) and "'" in expected  # one of several words was wanted
+    return f"expected {expected}, got {'another string' if is_other_word else name_type(value)}"
+
+
+def name_type(value: Any) -> str:
+    """The JSON type of a value, with its article."""
+    if value is None:
+        return "null"
+    names = {
+        bool: "a boolean",
+        int: "an integer",
+        float: "a number",
+        str: "a string",
+        list: "a list",
+        dict: "an object",
+    }
+    return names.get(type(value), "another type")
+
+
+def _expected(error: Any) -> str:
+    return _EXPECTED[error["type"]] or str(error.get("ctx", {}).get("expected", "another value"))

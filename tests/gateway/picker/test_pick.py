@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipway_api.inference_service import RoutingStrategy
 from slipway_gateway.picker.endpoints import Endpoint, Route, Service
 from slipway_gateway.picker.pick import Load, NoneReady, Picked, UnknownRevision, pick
 from slipway_gateway.picker.scorers import RoutingRequest
@@ -146,3 +147,14 @@ def test_a_scorer_is_given_the_request_and_the_candidates():
 
     assert picked == Picked(an_endpoint("p1"))
     assert seen == [(request, ["ns/p0", "ns/p1"])]
+
+
+@pytest.mark.capability("RD-9")
+@pytest.mark.parametrize("strategy", list(RoutingStrategy))
+@given(nodes=st.lists(st.sampled_from(["", "a", "b"]), min_size=1, max_size=6), draw=draws, turn=st.integers(0, 9))
+def test_replicas_on_the_node_of_a_lost_one_come_last(strategy, nodes, draw, turn):
+    fleet = [replace(an_endpoint(f"p{number}"), node=node) for number, node in enumerate(nodes)]
+    route = Route(Service("ns/chat", "chat", strategy=strategy), tuple(fleet))
+    picked = pick(route, REQUEST, loads={}, avoid_nodes={"a"}, draw=draw, tie_break=draw, turn=turn)
+
+    assert picked.endpoint.node != "a" or set(nodes) == {"a"}

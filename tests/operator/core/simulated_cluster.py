@@ -33,6 +33,7 @@ from slipway_operator.core.observed import (
 from slipway_operator.core.service.plan import Plan, plan
 from tests.builders import DEFAULTS, T0, digests, serving_digests
 from tests.operator.core import laws, quiet_time
+from tests.operator.core.backoff_law import BackoffLaw
 from tests.operator.core.simulated_executor import TICK, execute, is_write
 from tests.operator.core.simulated_faults import Faults
 from tests.operator.core.simulated_pod import SimulatedPod
@@ -88,7 +89,7 @@ class SimulatedCluster(Faults):
         self.created = 0
         self.refusing: set[str] = set()  # nodes whose device plugin refuses every pod
         self.cache = StaleCache()
-        self.failed_at: dict[tuple[str, int], Any] = {}
+        self.backoffs = BackoffLaw()
         self._facts: Any = None
         self.next_uid = 0
         self.traffic: SimulatedTraffic | None = None  # None: no gateway reports
@@ -206,12 +207,13 @@ class SimulatedCluster(Faults):
                     status.desired_replicas,
                     status.update_revision,
                 ):
-                    self.failed_at.clear()  # another number or another spec is a new start
+                    self.backoffs.start_anew()
                 self.log.append(f"{self.clock} status: {status.desired_replicas} wanted, {status.ready_replicas} ready")
                 self.service = self.service.model_copy(update={"status": status})
             self.events += (*events_of(done), *made.notes)
             self.told |= {(one.type, one.status.value, one.reason) for one in status.conditions}
             assert self.told <= DOCUMENTED, self.told - DOCUMENTED
+            self.backoffs.end_pass(self.service.status, self.pods)
         self.ready_before = self.ready_before if self.lose_status_writes else made.ready
         laws.check_slots(self)
         return made

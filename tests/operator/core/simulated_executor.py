@@ -28,7 +28,6 @@ from slipway_operator.core.observed import (
     StoredRevision,
 )
 from slipway_operator.core.service.plan import plan
-from slipway_operator.core.service.replicas.assign import FIRST_BACKOFF
 from tests.builders import UID
 from tests.operator.core import laws
 from tests.operator.core.simulated_pod import SimulatedPod
@@ -142,8 +141,7 @@ def _create_pod(world: "SimulatedCluster", action: CreatePod, observed: Observed
         if pod.replica.owner_uid != UID:
             world.taken |= {action.name}
         return  # 409: ours already
-    failed_at = world.failed_at.pop((labels[names.LABEL_REVISION], slot), None)
-    assert failed_at is None or world.now - failed_at >= FIRST_BACKOFF - TICK, "no backoff after a failure"
+    world.backoffs.create((labels[names.LABEL_REVISION], slot), world.now, world.pods)
     world.next_uid += 1
     world.created += 1
     world.manifests[action.name] = action.manifest

@@ -9,7 +9,9 @@ from slipway_api.inference_service import InferenceService
 from slipway_operator.core.labels import EditedLabel
 from slipway_operator.core.node_taints import LEAVING
 from slipway_operator.core.observed import Node, StoredRevision
+from tests.operator.core.backoff_law import BackoffLaw
 from tests.operator.core.simulated_pod import SimulatedPod
+from tests.operator.core.stale_cache import StaleCache
 
 
 class Faults:
@@ -22,7 +24,8 @@ class Faults:
     children: dict[str, dict[str, Any]]
     faults: int
     was_cordoned: bool
-    failed_at: dict[tuple[str, int], Any]
+    backoffs: BackoffLaw
+    cache: StaleCache
     revisions: dict[str, StoredRevision]
     lost_revisions: dict[str, StoredRevision]
     due: Any
@@ -46,7 +49,7 @@ class Faults:
         node = self.nodes.get(pod.replica.node)
         # What was lost with its node, or was about to be moved off it, is replaced for that, without a pause.
         if node is None or (node.ready and not node.cordoned):
-            self.failed_at[pod.replica.revision, pod.replica.slot] = self.now
+            self.backoffs.fail((pod.replica.revision, pod.replica.slot), self.now)
 
     def flap(self, name: str, seconds: float) -> None:
         """Its readiness probe fails for a while, and nothing else."""
@@ -85,9 +88,17 @@ class Faults:
     def lose_node(self, name: str) -> None:
         self.faults += 1
         self.nodes[name] = replace(self.nodes[name], ready=False, not_ready_since=self.now, ready_since=None)
+        self._move_what_has_not_failed(name)
         for pod in self.pods.values():
             if pod.replica.node == name:
                 pod.answers, pod.hangs = False, True
+
+    def _move_what_has_not_failed(self, node: str) -> None:
+        """As the caches show it: a replica may have failed a moment before, and be moved for its node all the same."""
+        shown = self.cache.view({name: pod.replica for name, pod in self.pods.items()}, self.now)
+        for replica in shown.values():
+            if replica.node == node and replica.phase != "Failed":
+                self.backoffs.move((replica.revision, replica.slot))
 
     def recover_node(self, name: str) -> None:
         if self.nodes[name].ready:
@@ -101,12 +112,15 @@ class Faults:
         self.was_cordoned = True
         node = replace(self.nodes[name], cordoned=cordoned)
         self.nodes[name] = node if cordoned else replace(node, leaving="", notice=None)
+        if cordoned:
+            self._move_what_has_not_failed(name)
 
     def announce_end(self, name: str, *, taint: str) -> None:
         """A provider's taint: the node goes when the notice is over, emptied or not."""
         self.was_cordoned = True
         departure = LEAVING[taint]
         self.nodes[name] = replace(self.nodes[name], cordoned=True, leaving=taint, notice=departure.notice)
+        self._move_what_has_not_failed(name)
 
     def take_away(self, name: str) -> None:
         """The machine of this node is gone, with all that ran on it."""

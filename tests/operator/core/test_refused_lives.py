@@ -32,7 +32,7 @@ KINDS = (
 
 
 @pytest.mark.parametrize("is_autoscaled", [False, True], ids=["fixed", "autoscaled"])
-@pytest.mark.parametrize("seed", [0, 1, 3, 6, 15, 37])
+@pytest.mark.parametrize("seed", [0, 1, 3, 6, 15, 37, 286, 309, 440])
 def test_refused_writes_among_other_faults_break_no_law(seed, is_autoscaled):
     chance = random.Random(seed)
     limits, replicas = chance.choice([(1, 0), (0, 1), (2, 1)]), chance.choice([1, 2, 3])
@@ -121,3 +121,31 @@ def test_a_slot_whose_replicas_are_lost_one_after_another_gets_a_third():
     (third,) = (one for one in world.live if world.nodes[one.replica.node].ready)
     assert len(world.live) == 3
     assert third.replica.attempt == 2
+
+
+def test_an_attempt_that_was_recorded_and_not_needed_hides_no_later_failure():
+    """Found by seed 440 above: the failure was not counted, and the slot got its next replica without a pause."""
+    world = make((1, 0), replicas=1)
+    world.reconcile()
+    world.run(20)
+    happen(world, "fail", 0)
+    world.run(40)  # a first failure, so that the status remembers the slot
+    ((name, pod),) = world.pods.items()
+    world.refused = {"CreatePod": "Forbidden"}
+    world.cordon(pod.replica.node)
+    world.run(30)
+    (recorded,) = world.service.status.attempts
+    assert recorded.attempt > pod.replica.attempt, "the next attempt is recorded, and its pod refused"
+    world.refused = {}
+    world.cordon(pod.replica.node, cordoned=False)
+    world.tick()
+    before = world.created
+
+    world.fail(name)
+    world.run(5)
+
+    (counted,) = world.service.status.attempts
+    assert counted.failures == recorded.failures + 1
+    assert world.created == before, "no pod within the backoff"
+    calm_down(world)
+    assert_at_rest(world)

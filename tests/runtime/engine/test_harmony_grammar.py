@@ -75,3 +75,37 @@ def test_a_vocabulary_without_channels_is_refused():
 
     with pytest.raises(GrammarRefusedError, match="harmony"):
         GrammarCompiler(tokenizer, eos_token_ids=(2,)).check(harmony(FUNCTIONS))
+
+
+THINK = f"<|channel|>analysis<|message|>Hm.{THEN}"
+FORCED = {"functions": FUNCTIONS, "format": None, "is_bound": True}
+IN_FORM = {"functions": [], "format": {"kind": "json_schema", "text": json.dumps(SCHEMA)}, "is_bound": True}
+
+
+@pytest.mark.capability("SO-1")
+@pytest.mark.parametrize(
+    ("grammar", "text", "is_followed"),
+    [
+        (FORCED, f'{THINK}{HEADER}{{"size":"S"}}', True),
+        (FORCED, f'{THINK}{THINK}{HEADER}{{"size":"S"}}', True),
+        (FORCED, f'{HEADER}{{"size":"S"}}', True),
+        (FORCED, "<|channel|>final<|message|>Hello!", False),
+        (FORCED, f"{THINK}<|channel|>final", False),
+        (FORCED, "<|channel|>commentary<|message|>I look it up.", False),
+        (FORCED, f'{THINK}{HEADER}{{"size":"L"', False),
+        (IN_FORM, f'{THINK}<|channel|>final<|message|>{{"size":"S"}}', True),
+        (IN_FORM, '<|channel|>final<|message|>{"size":"M"}', True),
+        (IN_FORM, f"{THINK}<|channel|>final<|message|>Hello!", False),
+        (IN_FORM, f"{THINK}{HEADER}", False),
+    ],
+)
+def test_a_bound_answer_is_thoughts_and_then_a_call_or_the_final_message(
+    folder: Path, grammar: Any, text: str, is_followed: bool
+):
+    tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    matcher = compiler_of(folder).matcher(harmony(grammar))
+
+    assert (matcher.validate_tokens(tokens) == len(tokens)) == is_followed
+    if is_followed:
+        assert matcher.consume_tokens(tokens)
+        assert matcher.is_accepting()

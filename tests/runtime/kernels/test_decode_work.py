@@ -1,4 +1,4 @@
-"""The work list of decode attention: every split once, the longest first, and so no program that the others wait for."""
+"""The work list of decode attention: every split once, the longest first, and no program that the others wait for."""
 
 import heapq
 from collections import deque
@@ -67,7 +67,7 @@ def test_a_graph_lists_the_rows_that_it_is_given(device):
 def test_one_long_row_is_shared_by_many_programs(lengths):
     """Review of the engine, F4: 255 rows of 1k beside one of 131k took 2.5 times as long as the same tokens, balanced.
 
-    Simulated by the plan's constants: programs on the card share its bandwidth, and one of them draws a part of it alone.
+    Simulated by the plan's constants: programs on the card share its bandwidth, and one alone draws a part of it.
     """
     heads, card = 8, CARDS["H100"]
     items, tokens = listed(lengths, torch.device("cpu")), tokens_of(lengths)

@@ -1,14 +1,22 @@
 """An error names the field that is wrong and its cause in a sentence, whichever types the field may have."""
 
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
 import torch
+from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
 from slipway_runtime.models.pooling import LAST
+from slipway_runtime.server.adapter_routes import LoadLora, UnloadLora
+from slipway_runtime.server.embeddings import EmbeddingRequest
+from slipway_runtime.server.errors import Unsupported, of_validation
+from slipway_runtime.server.messages_types import CountTokensRequest, MessagesRequest
+from slipway_runtime.server.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from slipway_runtime.server.responses_types import ResponsesRequest
 from slipway_runtime.server.validation_errors import first_cause
 from tests.runtime.server.serving import TINY, Running, a_replica
 
@@ -33,48 +41,59 @@ def said(content: Any, role: str = "user") -> dict[str, Any]:
 
 CAUSES: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, said([{"type": "text", "text": "x"}, IMAGE]), "messages.0.content.1", "only text parts are supported"),
-    (CHAT, said([{"type": "text", "text": 5}]), "messages.0.content.0.text", "valid string"),
+    (CHAT, said([{"type": "text", "text": 5}]), "messages.0.content.0.text", "expected a string, got an integer"),
     (CHAT, said([{"type": "text"}]), "messages.0.content.0.text", "required"),
     (CHAT, said(["x"]), "messages.0.content.0", "object"),
-    (CHAT, said(5), "messages.0.content", "a text or a list of parts"),
+    (CHAT, said(5), "messages.0.content", "expected a string or a list of parts, got an integer"),
     (CHAT, said([{"type": "refusal", "refusal": "x"}]), "messages.0", "only an assistant's message has refusal parts"),
     (CHAT, {"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "only auto, none, required and the name"),
     (CHAT, {"tool_choice": {"type": "function"}}, "tool_choice.function", "required"),
-    (CHAT, {"tool_choice": "never"}, "tool_choice", "'none', 'auto' or 'required'"),
+    (
+        CHAT,
+        {"tool_choice": "never"},
+        "tool_choice",
+        "'required' or an object, got another string",
+    ),
     (CHAT, {"tools": [{"type": "custom", "custom": {}}]}, "tools.0", "only functions"),
-    (CHAT, {"stop": ["a", 5]}, "stop.1", "valid string"),
-    (CHAT, {"guided_json": 5}, "guided_json", "valid dictionary"),
-    (CHAT, {"temperature": True}, "temperature", "not true or false"),
-    (CHAT, {"logit_bias": {"5": True}}, "logit_bias.5", "not true or false"),
-    (CHAT, {"stop_token_ids": [True]}, "stop_token_ids.0", "valid integer"),
-    (COMPLETIONS, {"prompt": ["a", 1]}, "prompt.1", "valid string"),
-    (COMPLETIONS, {"prompt": [1, "a"]}, "prompt.1", "valid integer"),
-    (COMPLETIONS, {"prompt": [True, False]}, "prompt.0", "valid integer"),
-    (COMPLETIONS, {"prompt": [[5], [True]]}, "prompt.1.0", "valid integer"),
+    (CHAT, {"stop": ["a", 5]}, "stop.1", "expected a string, got an integer"),
+    (CHAT, {"guided_json": 5}, "guided_json", "expected an object or a string, got an integer"),
+    (CHAT, {"temperature": True}, "temperature", "expected a number, got a boolean"),
+    (CHAT, {"logit_bias": {"5": True}}, "logit_bias.5", "expected a number, got a boolean"),
+    (CHAT, {"stop_token_ids": [True]}, "stop_token_ids.0", "expected an integer, got a "),
+    (COMPLETIONS, {"prompt": ["a", 1]}, "prompt.1", "expected a string, got an integer"),
+    (COMPLETIONS, {"prompt": [1, "a"]}, "prompt.1", "expected an integer, got a "),
+    (COMPLETIONS, {"prompt": [True, False]}, "prompt.0", "expected an integer, got a "),
+    (COMPLETIONS, {"prompt": [[5], [True]]}, "prompt.1.0", "expected an integer, got a "),
     # review/peer-suites.md 12e: each sentence names the culprit and all that would be right.
-    (COMPLETIONS, {"prompt": 5}, "prompt", "a text, its token ids, or a list of either is needed"),
-    (COMPLETIONS, {"prompt": {"a": 1}}, "prompt", "a text, its token ids, or a list of either is needed"),
-    (COMPLETIONS, {"stop": 5}, "stop", "valid string or a valid list"),
-    (CHAT, {"stop": {"a": 1}}, "stop", "valid string or a valid list"),
+    (COMPLETIONS, {"prompt": 5}, "prompt", "expected a string, a list of token ids, or a list of either, got "),
+    (
+        COMPLETIONS,
+        {"prompt": {"a": 1}},
+        "prompt",
+        "expected a string, a list of token ids, or a list of either, got ",
+    ),
+    (COMPLETIONS, {"stop": 5}, "stop", "expected a string or a list, got an "),
+    (CHAT, {"stop": {"a": 1}}, "stop", "expected a string or a list, got an "),
     (CHAT, {"logit_bias": {"5": 1, "five": 1}}, "logit_bias", "are token ids, and number 2 of 2 is not one"),
-    (EMBEDDINGS, {"input": 5}, "input", "a text, its token ids, or a list of either is needed"),
+    (EMBEDDINGS, {"input": 5}, "input", "expected a string, a list of token ids, or a list of either, got "),
     (COMPLETIONS, {"prompt": []}, "prompt", "is empty"),
+    (RESPONSES, {"input": 5}, "input", "expected a string or a list of items, got an integer"),
     (COMPLETIONS, {"best_of": 1, "n": 2}, "best_of", "is 1, below n, which is 2"),
     (COMPLETIONS, {"best_of": 3, "n": 2}, "best_of", "above n is not supported"),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0", "only text"),
     (RESPONSES, {"input": [{"type": "item_reference"}]}, "input.0", "only messages, calls"),
     (RESPONSES, {"input": [{"role": "wizard", "content": "x"}]}, "input.0.role", "'developer'"),
     (RESPONSES, {"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "only auto, none, required and the name"),
-    (RESPONSES, {"top_k": True}, "top_k", "not true or false"),
+    (RESPONSES, {"top_k": True}, "top_k", "expected a number, got a boolean"),
     (MESSAGES, said([RESULT]), "messages.0.content.0.content.0", "only text blocks in the result of a tool"),
     (MESSAGES, said([{"type": "image"}]), "messages.0.content.0", "only text, tool_use, tool_result"),
     (MESSAGES, {"system": [{"type": "image"}]}, "system.0", "only text blocks"),
-    (MESSAGES, {"temperature": True}, "temperature", "not true or false"),
+    (MESSAGES, {"temperature": True}, "temperature", "expected a number, got a boolean"),
     (EMBEDDINGS, {"input": []}, "input", "is empty"),
     (EMBEDDINGS, {"input": ["a", ""]}, "input", "holds an empty text"),
     (EMBEDDINGS, {"input": ["a"] * 3000}, "input", "holds 3000 texts; at most 2048"),
-    (EMBEDDINGS, {"input": ["a", 1]}, "input.1", "valid string"),
-    (EMBEDDINGS, {"input": [True]}, "input.0", "valid integer"),
+    (EMBEDDINGS, {"input": ["a", 1]}, "input.1", "expected a string, got an integer"),
+    (EMBEDDINGS, {"input": [True]}, "input.0", "expected an integer, got a "),
     (EMBEDDINGS, {"input": [5000]}, "input", "outside the vocabulary"),
     (EMBEDDINGS, {"input": [5] * 2049}, "input", "maximum context length is 2048"),
     (EMBEDDINGS, {"input": "fox " * 200_000}, "input", "maximum context length is 2048"),
@@ -147,3 +166,27 @@ def test_an_error_without_a_body_keeps_its_path():
     errors = [{"loc": ("body", "n"), "type": "int_type"}, {"loc": ("body", "m"), "type": "int_type"}]
 
     assert first_cause(errors, None) == (errors[0], ("n",))
+
+
+BODIES = (
+    ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CountTokensRequest, EmbeddingRequest,
+    TokenizeRequest, DetokenizeRequest, LoadLora, UnloadLora,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [5, 1.5, True, "x", [5], {"a": 1}], ids=repr)
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_a_value_of_another_type_is_answered_with_field_expected_type_and_type_received(body, value):
+    """review/peer-suites.md 12e: `input: 5` of Responses was answered as if only a list were accepted."""
+    for field in body.honoured():
+        try:
+            body.model_validate({field: value})
+        except Unsupported:
+            continue
+        except ValidationError as error:
+            own = [one for one in error.errors() if one["loc"][:1] == (field,)]
+            if not own or not own[0]["type"].endswith(("_type", "_parsing", "literal_error", "from_float")):
+                continue
+            message = of_validation(own, {field: value}).message
+            assert re.fullmatch(rf"{field}(\.\w+)*: expected .+, got (an? .+|another string)", message), message
+            assert "valid " not in message

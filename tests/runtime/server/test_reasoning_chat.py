@@ -166,9 +166,9 @@ async def test_a_thought_counts_against_max_tokens(deepseek: Running):
 @pytest.mark.capability("SO-1")
 async def test_a_schema_binds_an_answer_without_thoughts_from_its_first_token(qwen: Running, gpt_oss: Running):
     prompts = []
-    for replica, fields in ((qwen, {"reasoning_effort": "none"}), (gpt_oss, {})):
+    for replica in (qwen, gpt_oss):
         with saying(replica, "") as requests:
-            stream = await streamed(replica, response_format=FORM, **fields)
+            stream = await streamed(replica, response_format=FORM, reasoning_effort="none")
         prompts.append(prompt_of(replica, requests[0]))
 
         assert json.loads(stream["content"])["size"] in {"S", "M"}
@@ -276,9 +276,10 @@ async def test_gpt_oss_calls_functions(gpt_oss: Running):
 
 @pytest.mark.capability("SO-1")
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-async def test_forced_calls_of_gpt_oss_are_bound(gpt_oss: Running, choice: Any):
+async def test_forced_calls_of_gpt_oss_without_thoughts_are_bound(gpt_oss: Running, choice: Any):
+    forced = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False}
     with saying(gpt_oss, "") as requests:
-        stream = await streamed(gpt_oss, tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False)
+        stream = await streamed(gpt_oss, **forced, reasoning_effort="none")
 
     [[name, arguments]] = stream["calls"]
     assert name == "weather"
@@ -288,6 +289,34 @@ async def test_forced_calls_of_gpt_oss_are_bound(gpt_oss: Running, choice: Any):
         "<|channel|>final" if choice == "required" else " to=functions.weather<|channel|>commentary <|constrain|>json"
     )
     assert prompt.endswith(f"<|start|>assistant{header}<|message|>")
+
+
+THOUGHT_OF_GPT_OSS = "<|channel|>analysis<|message|>Where?<|end|><|start|>assistant"
+
+
+@pytest.mark.capability("SO-1")
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+async def test_a_forced_call_of_gpt_oss_may_think_first(gpt_oss: Running, choice: Any):
+    """ADR 176. The model begins the call; the grammar alone decides its arguments."""
+    begun = f"{THOUGHT_OF_GPT_OSS} to=functions.weather<|channel|>"
+    answer = await continued(gpt_oss, begun, tools=[WEATHER], tool_choice=choice)
+
+    [call] = answer["message"]["tool_calls"]
+    assert call["function"]["name"] == "weather"
+    assert json.loads(call["function"]["arguments"]).keys() == {"size", "count"}
+    assert answer["message"]["reasoning"] == "Where?"
+    assert not answer["message"]["content"]
+    assert answer["finish_reason"] == ("tool_calls" if choice == "required" else "stop")
+
+
+@pytest.mark.capability("SO-1")
+async def test_a_schema_binds_the_final_message_of_gpt_oss_after_its_thoughts(gpt_oss: Running):
+    """ADR 176."""
+    answer = await continued(gpt_oss, f"{THOUGHT_OF_GPT_OSS}<|channel|>final", response_format=FORM)
+
+    assert json.loads(answer["message"]["content"])["size"] in {"S", "M"}
+    assert answer["message"]["reasoning"] == "Where?"
+    assert answer["finish_reason"] == "stop"
 
 
 @pytest.mark.capability("SO-1")

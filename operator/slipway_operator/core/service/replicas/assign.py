@@ -262,12 +262,20 @@ class _Slots:
         return _Next(status, is_recorded, because, () if is_recorded else tuple(events))
 
     def memory_of(self, slot: int) -> AttemptStatus | None:
-        """The status entry of a slot that has its replica: its recent failures."""
+        """The status entry of a slot that has its replica: its recent failures.
+
+        A next attempt that was recorded and is not needed any more is taken back, so that the next failure counts.
+        """
         recorded = self._recorded.get(slot)
         if recorded is None or not recorded.failures:
             return None
         forgiven_at = self.forgiven_at(slot)
-        return None if forgiven_at and self._now >= forgiven_at else recorded
+        if forgiven_at and self._now >= forgiven_at:
+            return None
+        used = max(member.replica.attempt for member in self.all[slot])
+        return (
+            recorded if recorded.attempt <= used else recorded.model_copy(update={"attempt": used, "not_before": None})
+        )
 
     def forgiven_at(self, slot: int) -> datetime | None:
         """When the slot's replica will have been ready for so long that its earlier failures no longer count."""
