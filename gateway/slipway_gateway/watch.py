@@ -251,6 +251,7 @@ def endpoint_of(pod: Pod, port: int = names.SERVING_PORT, *, on_silent_node: boo
         served_name=pod.metadata.annotations.get(names.ANNOTATION_SERVED_NAME, ""),
         token_digests=tuple(filter(None, digests.split(","))),
         adapters=frozenset(filter(None, pod.metadata.annotations.get(names.ANNOTATION_ADAPTERS, "").split(","))),
+        engine=pod.metadata.annotations.get(names.ANNOTATION_ENGINE, ""),
     )
 
 

@@ -22,6 +22,7 @@ class Endpoint:
     served_name: str = ""  # the served name of its runtime; empty: the service's served name
     token_digests: tuple[str, ...] = ()  # of the serving tokens that it accepts; empty: it needs none
     adapters: frozenset[str] = frozenset()  # names of the adapters that it has loaded
+    engine: str = ""  # such as vllm; empty: our own runtime, or unknown
 
 
 @dataclass(frozen=True, slots=True)
