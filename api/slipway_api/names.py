@@ -21,6 +21,7 @@ LABEL_APP_INSTANCE: Final = "app.kubernetes.io/instance"
 LABEL_APP_COMPONENT: Final = "app.kubernetes.io/component"
 LABEL_APP_PART_OF: Final = "app.kubernetes.io/part-of"
 LABEL_ENGINE_TYPE: Final = "llm-d.ai/engine-type"  # whose metrics and KV events a picker of llm-d reads
+RECOMMENDED_LABELS: Final = frozenset({LABEL_APP_INSTANCE, LABEL_APP_COMPONENT, LABEL_APP_PART_OF, LABEL_ENGINE_TYPE})
 COMPONENT_REPLICA: Final = "inference-server"
 PART_OF: Final = "slipway"
 MANAGED_BY: Final = "slipway"

@@ -97,10 +97,7 @@ BEFORE: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 # Labels for dashboards and pickers, which stand before ours (ADR 174).
-ADDED_LATER = (
-    *(names.LABEL_APP_INSTANCE, names.LABEL_APP_COMPONENT, names.LABEL_APP_PART_OF),
-    names.LABEL_ENGINE_TYPE,
-)
+ADDED_LATER = names.RECOMMENDED_LABELS
 
 
 @pytest.mark.parametrize("name", BEFORE)

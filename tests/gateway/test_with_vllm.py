@@ -1,4 +1,4 @@
-"""Streams of an unmodified vLLM that break off continue on another replica: cut at any byte, in front of the engine."""
+"""The gateway in front of an unmodified vLLM: bound answers, and streams that are cut at any byte and continue."""
 
 import json
 import random
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
 import pytest_asyncio
 
@@ -45,6 +46,14 @@ BROKEN = {
     "logprobs": (CHAT, TALK | {"logprobs": True}),
     "a schema": (CHAT, TALK | {"response_format": {"type": "json_object"}}),
 }
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "green"]}, "count": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["colour", "count"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "paint", "description": "Paints.", "parameters": SCHEMA}}
+MESSAGES: Any = [{"role": "user", "content": "Which colour?"}]
 
 
 @dataclass
@@ -112,6 +121,39 @@ async def vllm() -> AsyncIterator[Fleeted]:
         gateway = await stack.enter_async_context(Gateway(settings, fleet))
         http = await stack.enter_async_context(aiohttp.ClientSession())
         yield Fleeted(gateway, cuts, http)
+
+
+def follows_schema(text: str | None) -> None:
+    found = json.loads(text or "")
+    assert set(found) == {"colour", "count"}
+    assert found["colour"] in ("red", "green")
+    assert 0 <= found["count"] <= 9
+
+
+@pytest.mark.capability("API-1")
+async def test_a_schema_and_a_tool_bind_the_answers_to_a_stock_client(vllm: Fleeted):
+    form: Any = {"type": "json_schema", "json_schema": {"name": "paint", "schema": SCHEMA, "strict": True}}
+    async with openai.AsyncOpenAI(
+        base_url=f"http://127.0.0.1:{vllm.gateway.port}/v1", api_key="none", max_retries=0
+    ) as client:
+        create = client.chat.completions.create
+        bound = await create(model="chat", messages=MESSAGES, max_tokens=80, response_format=form)
+        follows_schema(bound.choices[0].message.content)
+
+        stream = await create(model="chat", messages=MESSAGES, max_tokens=80, response_format=form, stream=True)
+        parts = [part async for part in stream]
+        follows_schema("".join(part.choices[0].delta.content or "" for part in parts if part.choices))
+
+        choice: Any = {"type": "function", "function": {"name": "paint"}}
+        named = await create(model="chat", messages=MESSAGES, max_tokens=80, tools=[TOOL], tool_choice=choice)
+        required = await create(model="chat", messages=MESSAGES, max_tokens=80, tools=[TOOL], tool_choice="required")
+        for answer in (named, required):
+            (call,) = answer.choices[0].message.tool_calls or []
+            assert call.function.name == "paint"
+            follows_schema(call.function.arguments)
+
+        free = await create(model="chat", messages=MESSAGES, max_tokens=8, tools=[TOOL], tool_choice="auto")
+        assert free.choices[0].finish_reason in ("stop", "length")
 
 
 @pytest.mark.parametrize("name", CONTINUED)
