@@ -146,7 +146,14 @@ async def test_a_schema_and_a_tool_bind_the_answers_to_a_stock_client(vllm: Flee
 
         choice: Any = {"type": "function", "function": {"name": "paint"}}
         named = await create(model="chat", messages=MESSAGES, max_tokens=80, tools=[TOOL], tool_choice=choice)
-        required = await create(model="chat", messages=MESSAGES, max_tokens=80, tools=[TOOL], tool_choice="required")
+        required = await create(
+            model="chat",
+            messages=MESSAGES,
+            max_tokens=80,
+            tools=[TOOL],
+            tool_choice="required",
+            parallel_tool_calls=False,
+        )
         for answer in (named, required):
             (call,) = answer.choices[0].message.tool_calls or []
             assert call.function.name == "paint"
