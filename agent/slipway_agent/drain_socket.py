@@ -1,12 +1,10 @@
 """The drain socket: a preStop hook in the agent's own container begins a drain through it, and waits for the end.
 
 Only processes inside the pod can open the socket file, so it needs no token. The request is one JSON line; the answer,
-at the end of the drain or at its deadline, is another. Then the drained file is written: the hook of the engine's
-container, which has no tool of ours, waits for it, so that the engine gets SIGTERM only when it may end.
+at the end of the drain or at its deadline, is another. Then the drained file is written (`drained_file`).
 """
 
 import asyncio
-import contextlib
 import json
 import socket
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any, Final
 
 import structlog
 
+from slipway_agent.drained_file import DrainedFile
 from slipway_agent.refusal import Refusal
 from slipway_agent.replica import Replica
 from slipway_agent.settings import AgentSettings
@@ -25,12 +24,9 @@ MOST_LINE_BYTES: Final = 4096
 MOST_REFUSE_SECONDS: Final = 3600.0
 
 
-async def serve_drain_socket(replica: Replica, settings: AgentSettings) -> asyncio.Server | None:
+async def serve_drain_socket(replica: Replica, settings: AgentSettings, file: DrainedFile) -> asyncio.Server | None:
     """Listen; None where the socket cannot be created, as without a run directory on a laptop."""
     path = settings.run_directory / SOCKET
-    if settings.drained_file is not None:
-        with contextlib.suppress(OSError):
-            settings.drained_file.unlink(missing_ok=True)  # of an earlier start of this container
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -48,8 +44,7 @@ async def serve_drain_socket(replica: Replica, settings: AgentSettings) -> async
             except TimeoutError:
                 is_drained = False
                 log.warning("the drain has not ended in time", seconds=settings.drain_timeout_seconds)
-            if settings.drained_file is not None:
-                _write(settings.drained_file, is_drained)
+            file.write("drained" if is_drained else "the deadline has passed")
             writer.write(json.dumps({"drained": is_drained}).encode() + b"\n")
             await writer.drain()
         except (ValueError, TypeError, AttributeError, ConnectionError) as error:
@@ -63,13 +58,6 @@ async def serve_drain_socket(replica: Replica, settings: AgentSettings) -> async
     except OSError as error:
         log.info("no drain socket", path=str(path), error=error.strerror)
         return None
-
-
-def _write(path: Path, is_drained: bool) -> None:
-    try:
-        path.write_text("drained\n" if is_drained else "the deadline has passed\n")
-    except OSError as error:
-        log.error("the drained file cannot be written", path=str(path), error=error.strerror)
 
 
 def ask_for_drain(path: Path, refuse_after_seconds: float) -> bool:

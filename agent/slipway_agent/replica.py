@@ -58,6 +58,7 @@ class Replica:
         self.engine = engine
         self.clock = clock
         self.on_boot: Callable[[], Awaitable[None]] | None = None  # awaited after each start of the engine
+        self.on_probe: Callable[[], None] | None = None  # called after each probe of the engine
         self._nonce = secrets.token_hex(4)
         self._boots = 0
         self._start = ""  # as the page says it
@@ -84,6 +85,8 @@ class Replica:
         """Probe the engine until cancelled."""
         while True:
             await self.probe()
+            if self.on_probe is not None:
+                self.on_probe()
             if self.draining:
                 await self._look()
             await asyncio.sleep(PROBE_SECONDS if self._is_started else STARTING_PROBE_SECONDS)
@@ -152,6 +155,15 @@ class Replica:
     def is_started(self) -> bool:
         """Whether the engine has been well since its last start."""
         return self._is_started
+
+    @property
+    def can_finish_requests(self) -> bool:
+        """False while a stop hook has nothing to wait for: the engine is down, dead, or due for its restart."""
+        if not self._is_started or self._is_dead:
+            return False
+        return (
+            self._silent_since is None or self.clock() - self._silent_since < self.dialect.probe.restart_after_seconds
+        )
 
     @property
     def boot_id(self) -> str:

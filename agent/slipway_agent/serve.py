@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from slipway_agent.adapters import Adapters
 from slipway_agent.app import AdminPort
 from slipway_agent.drain_socket import serve_drain_socket
+from slipway_agent.drained_file import DrainedFile
 from slipway_agent.engine import Engine
 from slipway_agent.port import Port
 from slipway_agent.refusal import Refusal
@@ -66,7 +67,9 @@ async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:
         stack.push_async_callback(replica.stop)
         port = Port(AdminPort(settings, replica, adapters).app(), settings.bind, settings.port)
         await port.open(stack)
-        if (control := await serve_drain_socket(replica, settings)) is not None:
+        file = DrainedFile(settings.drained_file, replica)
+        replica.on_probe = file.follow
+        if (control := await serve_drain_socket(replica, settings, file)) is not None:
             stack.callback(control.close)
         log.info("listening", admin_port=port.port, engine=settings.dialect.engine, engine_url=settings.engine_url)
         watching = asyncio.create_task(replica.watch())

@@ -82,7 +82,7 @@ def parse_arguments(argv: Sequence[str], environment: Mapping[str, str] = os.env
     flag("max-adapters", "", "adapters that compute at the same time; default: the dialect's")
     flag("max-num-seqs", "0", "requests that compute at the same time; 0: as many as the KV cache holds")
     flag("drain-timeout", "120", "seconds that a drain may take which a preStop hook asks for")
-    flag("drained-file", "", "file to write when such a drain is over: the engine may end")
+    flag("drained-file", "", "file that exists when the engine may end: it is drained, or can finish no request")
     flag("log-level", "INFO", f"one of {', '.join(_LEVELS)}")
     drain = verbs.add_parser("drain", help="drain the replica of this pod, and wait for the end", allow_abbrev=False)
     drain.add_argument("--refuse-after", type=float, default=0.0, help="seconds in which routers send more requests")

@@ -17,6 +17,13 @@ LABEL_POOL: Final = f"{GROUP}/pool"  # the WarmPool that made the pod; a claimed
 LABEL_PRE_PULL: Final = f"{GROUP}/pre-pull"  # the service for which the pod brings image and model to a node
 LABEL_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 LABEL_APP_NAME: Final = "app.kubernetes.io/name"
+LABEL_APP_INSTANCE: Final = "app.kubernetes.io/instance"
+LABEL_APP_COMPONENT: Final = "app.kubernetes.io/component"
+LABEL_APP_PART_OF: Final = "app.kubernetes.io/part-of"
+LABEL_ENGINE_TYPE: Final = "llm-d.ai/engine-type"  # whose metrics and KV events a picker of llm-d reads
+RECOMMENDED_LABELS: Final = frozenset({LABEL_APP_INSTANCE, LABEL_APP_COMPONENT, LABEL_APP_PART_OF, LABEL_ENGINE_TYPE})
+COMPONENT_REPLICA: Final = "inference-server"
+PART_OF: Final = "slipway"
 MANAGED_BY: Final = "slipway"
 MANAGED_SELECTOR: Final = f"{LABEL_MANAGED_BY}={MANAGED_BY}"
 
@@ -39,6 +46,7 @@ ANNOTATION_DRAINING: Final = f"{GROUP}/draining"  # of a disruption budget: dige
 ANNOTATION_REPLICA: Final = f"{GROUP}/replica"  # revision, slot and attempt: labels are edited, and restored from it
 ANNOTATION_REPLACE: Final = f"{GROUP}/replace"  # RFC 3339; written by `kubectl slipway drain` on a pod
 ANNOTATION_SERVED_NAME: Final = f"{GROUP}/served-name"  # the served name of the pod's runtime
+ANNOTATION_ENGINE: Final = f"{GROUP}/engine"  # the name in the dialect of a foreign engine; absent: our own runtime
 ANNOTATION_ADMIN_NONCE: Final = f"{GROUP}/admin-nonce"  # random for each pod; its admin tokens are derived from it
 # Comma-separated hex digests of the serving tokens that the pod accepts; absent: it accepts requests without one.
 ANNOTATION_SERVING_TOKEN_SHA256: Final = f"{GROUP}/serving-token-sha256"

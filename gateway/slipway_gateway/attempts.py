@@ -27,6 +27,7 @@ from slipway_gateway.upstream import (
 MAX_KEPT_BYTES = 64 * 1024  # of an answer that is kept, and forwarded when no other replica can answer
 UNAVAILABLE_SECONDS = 2.0  # ejection of a replica that answered 503: by then the watch shows that it is not ready
 ENGINE_DEAD_TYPE = "EngineDeadError"  # vLLM's and our name for it, in the `type` of a 500
+VLLM_ENGINE_DEAD = "EngineCore encountered an issue"  # beginning of the message; the type is InternalServerError
 
 FAILURES: dict[type[UpstreamError], AttemptFailure] = {
     UnreachableError: AttemptFailure.UNREACHABLE,
@@ -139,7 +140,7 @@ async def rejected_attempt(fleet: Fleet, endpoint: Endpoint, reply: Reply) -> Re
 
 def _says_engine_dead(body: bytes) -> bool:
     try:
-        decoded = msgspec.json.decode(body)
-        return bool(decoded["error"]["type"] == ENGINE_DEAD_TYPE)
-    except (msgspec.DecodeError, KeyError, TypeError, RecursionError):
+        error = msgspec.json.decode(body)["error"]
+        return bool(error["type"] == ENGINE_DEAD_TYPE or error["message"].startswith(VLLM_ENGINE_DEAD))
+    except (msgspec.DecodeError, KeyError, TypeError, AttributeError, RecursionError):
         return False

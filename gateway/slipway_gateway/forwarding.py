@@ -8,7 +8,7 @@ has begun.
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import structlog
 from aiohttp import web
@@ -28,9 +28,10 @@ from slipway_gateway.journal import Journal
 from slipway_gateway.metrics import Metrics
 from slipway_gateway.request_body import OUTPUT_WEIGHT
 from slipway_gateway.request_state import SHUTTING_DOWN, RequestState
-from slipway_gateway.sse import Events, EventSplitter, MarkedEvents
+from slipway_gateway.sse import Events, EventSplitter, reports_failure
 from slipway_gateway.upstream import DEADLINE, DeadlineError, HungError, Reply, UpstreamError
 
+REPORTED: Final = "the replica reported an internal error in the stream"
 R = TypeVar("R", bound=web.StreamResponse)
 
 log = structlog.get_logger()
@@ -118,7 +119,7 @@ class Forwarder:
         """Forward a stream event by event as far as it goes; empty, or why it broke off."""
         events: Events = EventSplitter()
         if journal is not None and reply.identity:
-            events = MarkedEvents(journal.open_answers, journal.add, journal.hold)
+            events = journal.events()
         broken = ""
         try:
             try:
@@ -149,8 +150,10 @@ class Forwarder:
         finally:
             record.events += events.events
         if events.is_complete:
+            if reports_failure(b"".join(record.tail)):
+                record.set_broken(REPORTED)
             return ""
-        broken = events.handover or broken or "the stream ended without saying why"
+        broken = events.handover or events.failure or broken or "the stream ended without saying why"
         record.upstream_failed = not events.handover
         if journal is not None and journal.can_resume and reply.identity:
             journal.broken = broken

@@ -1,7 +1,7 @@
 """Continues a stream on another replica when its own was lost, hangs or goes away; the client sees one stream.
 
 1. The gateway asks each replica for marks in its streams (`slipway_api.stream_marks`), takes them out, and keeps the
-   request and the tokens so far (`journal`).
+   request and the tokens so far (`journal`). Replicas of vLLM report their tokens in another form (`engine_streams`).
 2. A stream that breaks off goes to another replica of the same revision, as the same request with the tokens so far.
    That replica brings its detokenizer, stop strings, tool parser and grammar to where the other ones stood, and sends
    only what is new. Sampling is keyed by seed and position, and the gateway has fixed the seed.
@@ -24,6 +24,7 @@ from slipway_api.names import HEADER_DEADLINE, HEADER_TOKEN_IDS
 from slipway_api.stream_marks import REPORT, RESUME
 from slipway_api.words import count
 from slipway_gateway.apis import GENERATING_PATHS
+from slipway_gateway.engine_streams import VLLM, EngineJournal, can_continue
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.forwarding import Forwarder, uncancel
 from slipway_gateway.health import AttemptFailure
@@ -103,13 +104,26 @@ class Handover:
         body.content, answers = prepare(body.content)
         return answers
 
-    def journal(self, content: bytes, answers: int, service: str, headers: dict[str, str]) -> Journal | None:
-        """The journal of one attempt, which asks for marks in its `headers`; None where no `answers` are to be kept."""
+    def journal(
+        self, endpoint: Endpoint, path: str, content: bytes, answers: int, headers: dict[str, str], *, has_seed: bool
+    ) -> Journal | None:
+        """The journal of one attempt at `endpoint`, which may ask for marks in its `headers`.
+
+        None if no `answers` are to be kept, or if the engine of the endpoint could not continue them.
+        """
         if not answers:
             return None
+        service, disabled = endpoint.service, self._metrics.handover_disabled
+
+        def give_up(reason: str) -> None:
+            disabled.labels(service, reason).inc()
+
+        if endpoint.engine == VLLM:
+            if not can_continue(path, content, has_seed=has_seed):
+                return None
+            return EngineJournal(path, content, service, self._memory, give_up)
         headers[HEADER_TOKEN_IDS] = REPORT
-        disabled = self._metrics.handover_disabled
-        return Journal(content, answers, service, self._memory, lambda reason: disabled.labels(service, reason).inc())
+        return Journal(content, answers, service, self._memory, give_up)
 
     def _is_on(self, service: str) -> bool:
         known = self._fleet.table.services.get(service)
@@ -117,6 +131,7 @@ class Handover:
 
     def begin(self, journal: Journal, reply: Reply, endpoint: Endpoint) -> None:
         """The stream has begun: from now on its tokens are kept, and a hang of its replica ends it early."""
+        journal.identify(reply, endpoint)
         journal.identity = reply.identity
         if reply.is_stream and reply.identity and journal.open():
             reply.watch_for_hang(self._can_move(endpoint))
@@ -184,7 +199,8 @@ class Handover:
         )
         headers = request_headers(request.headers, record.request_id) | record.internal_headers
         headers |= record.trace.start_attempt(endpoint.name, endpoint.revision, broken)
-        headers[HEADER_TOKEN_IDS] = RESUME if journal.has_begun else REPORT
+        if endpoint.engine != VLLM:
+            headers[HEADER_TOKEN_IDS] = RESUME if journal.has_begun else REPORT
         headers[HEADER_DEADLINE] = f"{max(stream.deadline - now, 0.001):.3f}"
         until = stream.deadline + DEADLINE_GRACE_SECONDS
         try:
@@ -193,8 +209,10 @@ class Handover:
                 endpoint, stream.routing.cost, wait.move, is_stream=True, may_move=True, prompt_tokens=tokens
             )
             with leased as lease:
-                attempt = self._upstream.attempt(endpoint, request.path_qs, journal.body(), headers, wait, until)
+                path = journal.path(request.path_qs)
+                attempt = self._upstream.attempt(endpoint, path, journal.body(), headers, wait, until)
                 async with attempt as reply:
+                    journal.identify(reply, endpoint)
                     lease.answered(has_begun=reply.status == 200 and reply.is_stream)
                     leg = self._judge(stream, endpoint, reply)
                     if leg is not None:

@@ -9,11 +9,13 @@ import re
 import secrets
 from array import array
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
+from slipway_gateway.picker.endpoints import Endpoint
 from slipway_gateway.shares import SharedCapacity
+from slipway_gateway.sse import Events, MarkedEvents
 
 MAX_SEED: Final = 2**53  # what any JSON parser keeps exactly
 STEP_BYTES: Final = 1024  # tokens are counted in steps
@@ -24,6 +26,17 @@ MAX_ANSWERS: Final = 1024  # of one request
 _ID = re.compile(rb'"id":\s*"([A-Za-z0-9._-]{1,160})"')
 _CREATED = re.compile(rb'"created(?:_at)?":\s*(\d{1,15})')
 _decode_raw = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+class Identified(Protocol):
+    """An answer of a replica."""
+
+    status: int
+    identity: str  # model, revision, tokenizer and adapter; empty: unknown
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether these are server-sent events."""
 
 
 class JournalMemory:
@@ -150,6 +163,17 @@ class Journal:
         if self.id:
             resume |= {"id": self.id, "created": self.created}
         return with_field(self._content, "slipway_resume", resume)
+
+    def events(self) -> Events:
+        """Reads the stream of one attempt."""
+        return MarkedEvents(self.open_answers, self.add, self.hold)
+
+    def identify(self, reply: Identified, endpoint: Endpoint) -> None:
+        """Our runtime names its identity in a header."""
+
+    def path(self, path_qs: str) -> str:
+        """The path that continues the stream."""
+        return path_qs
 
     def close(self) -> None:
         """Forget the request and its tokens; also when that has been done already."""

@@ -118,7 +118,9 @@ class Opener:
         headers = request_headers(sending.request.headers, record.request_id) | record.internal_headers | trace
         headers |= self._kv_feeds.headers(endpoint, inference.routing)
         headers[HEADER_DEADLINE] = f"{max(sending.deadline - asyncio.get_running_loop().time(), 0.001):.3f}"
-        journal = self._handover.journal(content, sending.answers, record.service, headers)
+        path, answers = sending.request.path, sending.answers
+        journal = self._handover.journal(endpoint, path, content, answers, headers, has_seed=inference.has_seed)
+        content = journal.body() if journal is not None else content
         wait = self._first_byte_wait(inference, sending.deadline, sending.until)
         latest = sending.deadline + DEADLINE_GRACE_SECONDS
         async with AsyncExitStack() as stack:

@@ -48,6 +48,7 @@ class _Fields(msgspec.Struct):
     prompt_cache_key: Any = None
     user: Any = None
     temperature: Any = None
+    seed: Any = None
 
 
 _decode = msgspec.json.Decoder(_Fields).decode
@@ -61,6 +62,7 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     max_tokens: int | None
     is_greedy: bool = False  # temperature 0: equal models answer equally
+    has_seed: bool = False  # of the client: the same request gets the same answer
 
 
 class Body:
@@ -207,6 +209,7 @@ def parse(content: bytes, request: web.Request, *, tenant: str = "") -> Inferenc
         stream=fields.stream is True,
         max_tokens=max_tokens,
         is_greedy=fields.temperature == 0,
+        has_seed=fields.seed is not None,
     )
 
 

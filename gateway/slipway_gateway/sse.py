@@ -43,11 +43,16 @@ class Events(Protocol):
     def handover(self) -> str:
         """Why another replica shall continue the stream; empty: the replica did not ask for it."""
 
+    @property
+    def failure(self) -> str:
+        """Why the replica could not finish the stream; empty: it reported no failure."""
+
 
 class EventSplitter:
     """Cuts a byte stream after its last complete event, and records whether it ended properly."""
 
     handover = ""
+    failure = ""
 
     def __init__(self) -> None:
         self.events = 0
@@ -90,6 +95,8 @@ class MarkedEvents:
     more than MAX_PENDING bytes, or for which there is no room, is forwarded event by event from then on, without a
     handover: the replica may be any engine that a tenant chooses.
     """
+
+    failure = ""
 
     def __init__(
         self,
@@ -185,6 +192,18 @@ def says_its_end(events: bytes) -> bool:
         return False
     last = events.rstrip().replace(b"\r\n", b"\n").rsplit(b"\n\n", 1)[-1]
     return last.startswith((DONE, ERROR_PREFIX, *TYPED_ENDS))
+
+
+def reports_failure(events: bytes) -> bool:
+    """Whether one of these last events is an internal error of the replica; vLLM sends [DONE] after it."""
+    start = events.rfind(ERROR_PREFIX)  # no text of a model can contain it: JSON escapes quotation marks
+    if start < 0:
+        return False
+    try:
+        fields = msgspec.json.decode(events[start:].removeprefix(b"data: ").partition(b"\n\n")[0])
+        return bool(fields["error"]["code"] == 500)
+    except (msgspec.DecodeError, KeyError, TypeError, RecursionError):
+        return False
 
 
 def error_event(message: str, kind: str, code: int) -> bytes:

@@ -259,6 +259,7 @@ def endpoint_of(pod: Pod, port: int = names.SERVING_PORT, *, on_silent_node: boo
         token_digests=tuple(filter(None, digests.split(","))),
         adapters=frozenset(filter(None, pod.metadata.annotations.get(names.ANNOTATION_ADAPTERS, "").split(","))),
         node=pod.spec.node_name,
+        engine=pod.metadata.annotations.get(names.ANNOTATION_ENGINE, ""),
     )
 
 

@@ -6,6 +6,7 @@
 from typing import Any, Final
 
 from slipway_api.conditions import ConditionType, find_condition
+from slipway_api.engine_fields import SLIPWAY
 from slipway_api.gpu_catalogue import GPUFacts, find_gpu
 from slipway_api.inference_service import InferenceService, InferenceServiceSpec
 from slipway_api.memory import GIB, DoesNotFit, Fits, footprint
@@ -101,24 +102,28 @@ def explain_scaling(service: InferenceService) -> dict[str, Any]:
 def explain_plan(
     service: InferenceService, *, gpu_hour_cost: float = 0.0, replicas: int | None = None
 ) -> dict[str, Any]:
-    """Memory, concurrency and cost of a manifest, by the arithmetic that the operator uses before the first pod."""
+    """Memory, concurrency and cost of a manifest, by the arithmetic that the operator uses before the first pod.
+
+    The arithmetic describes our own runtime. For another engine the plan has the replicas, GPUs and cost only.
+    """
     spec = apply_profile(service.spec)
     gpu = spec.resources.gpu
     facts = find_gpu(gpu.product) if gpu.product else None
     shape = model_shape(spec)
     fit = check_fit(spec)
     least, most = _range(service, replicas)
+    is_ours = spec.runtime.engine == SLIPWAY
     result: dict[str, Any] = {
         "name": service.metadata.name,
         "fits": _fits(spec, fit),
         "message": _verdict(service, fit),
-        "dtype": planned_dtype(spec).value,
+        "dtype": planned_dtype(spec).value if is_ours else None,
         "gpu": {"product": facts.name if facts else gpu.product, "perReplica": gpu.count},
         "maxNumSeqs": spec.runtime.max_num_seqs,
         "maxNumBatchedTokens": spec.runtime.max_num_batched_tokens,
         "advice": [event.message for event in find_advice(service)],
     }
-    if shape is not None:
+    if shape is not None and is_ours:
         taken = footprint(shape, needs_of(spec))
         result["memoryGiB"] = {
             "weights": round(taken.weights / GIB, 2),
@@ -141,6 +146,8 @@ def explain_plan(
 
 def _fits(spec: InferenceServiceSpec, fit: Fits | DoesNotFit | None) -> bool | None:
     """Whether the model fits; None: too little is known. On a CPU nothing more than that can be said before a pod."""
+    if spec.runtime.engine != SLIPWAY:
+        return None
     if fit is None and not spec.resources.gpu.count and not missing_on_host(spec):
         return True
     return None if fit is None else isinstance(fit, Fits)
@@ -152,6 +159,11 @@ def _verdict(service: InferenceService, fit: Fits | DoesNotFit | None) -> str:
     if isinstance(fit, Fits):
         requests = count(fit.max_sequences, "concurrent request")
         return f"fits: {requests} of {count(service.spec.runtime.max_model_len, 'token')}"
+    if (engine := service.spec.runtime.engine) != SLIPWAY:
+        return (
+            f"not calculated: engine {engine} plans its own memory; "
+            "start one replica, and read the size of its KV cache in its log"
+        )
     if not service.spec.resources.gpu.count:
         return _verdict_on_cpu(service.spec)
     return (

@@ -116,7 +116,9 @@ async def beside_vllm() -> AsyncIterator[Subject]:
             *(str(python.parent / "vllm"), "serve", str(MODELS / "tiny"), "--served-model-name", "tiny"),
             *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "512"),
             *("--enforce-eager", "--max-num-seqs", "4", "--enable-lora", "--max-lora-rank", "16"),
-            "--enable-server-load-tracking",
+            *("--enable-server-load-tracking", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+            # A small model would fill its answer with the spaces that a schema allows.
+            *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
         ],
         env={
             **os.environ,
@@ -127,6 +129,7 @@ async def beside_vllm() -> AsyncIterator[Subject]:
             "OMP_NUM_THREADS": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0",  # the tags of that parser are not bound by a schema
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
         },

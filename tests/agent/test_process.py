@@ -113,6 +113,42 @@ async def test_a_hook_ends_at_the_deadline_although_a_request_runs(tmp_path: Pat
         assert (signals["draining"], signals["running"]) == (True, 1), "the operator is not told that it is over"
 
 
+async def test_a_hook_waits_for_no_engine_that_can_finish_nothing(tmp_path: Path):
+    """A liveness probe restarts only the engine's container: nobody drains, and its hook must not wait for a drain."""
+    file, engine = tmp_path / "drained", StandIn(health_status=503)
+
+    async def until(exists: bool) -> None:
+        async with asyncio.timeout(20):
+            while file.exists() != exists:  # noqa: ASYNC110  another process writes it
+                await asyncio.sleep(0.05)
+
+    dialect = json.loads(vllm_dialect())
+    dialect["probe"] |= {"timeoutSeconds": 1, "unreadyAfterSeconds": 2, "restartAfterSeconds": 10}
+    async with (
+        listening(engine) as server,
+        an_agent(server.url, "--drained-file", str(file), dialect=json.dumps(dialect)) as agent,
+        httpx.AsyncClient(timeout=60) as http,
+    ):
+        await until(True)
+        assert file.read_text() == "the engine cannot finish requests\n"  # it starts: a failed start ends immediately
+
+        engine.health_status = 200
+        await until_ready(agent, http)
+        await until(False)
+
+        engine.health_status = 500
+        await until(True)
+        engine.health_status = 200
+        await until(False)
+
+        engine.hang = {"/health"}
+        async with asyncio.timeout(30):
+            while (await http.get(f"{agent.admin_url}/ready")).status_code == 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        assert not file.exists(), "it is silent, and may still finish what it has"
+        await until(True)
+
+
 def test_a_hook_without_an_agent_has_nothing_to_drain(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setenv("SLIPWAY_RUN_DIR", str(tmp_path))
     assert run(["drain"]) == 0

@@ -216,6 +216,28 @@ def test_the_plan_of_a_service_on_a_cpu_names_its_number_format_and_what_the_pro
     assert "spec.runtime.kvCache.bytes and spec.resources.limits.memory" in unknown["message"]
 
 
+@pytest.mark.capability("BM-4", "OP-11")
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_the_plan_of_another_engine_states_that_its_memory_is_not_calculated(gpus: int):
+    """The arithmetic is our runtime's: its reserve and its number format on a CPU do not hold for vLLM."""
+    shape = {"layers": 32, "hiddenSize": 4096, "heads": 32, "kvHeads": 8, "parameters": 8_030_261_248}
+    resources = {"gpu": {"count": gpus, "product": "H100" if gpus else ""}, "limits": {"memory": "1Gi"}}
+    runtime = {"engine": "vllm", "maxModelLen": 8192, "kvCache": {"bytes": "4Gi"}}
+
+    found = explain_plan(
+        a_service(model={"shape": shape}, resources=resources, runtime=runtime, replicas=2), gpu_hour_cost=2.0
+    )
+
+    assert (found["fits"], found["dtype"]) == (None, None)
+    assert found["message"] == (
+        "not calculated: engine vllm plans its own memory; "
+        "start one replica, and read the size of its KV cache in its log"
+    )
+    assert not {"memoryGiB", "kvCache"} & found.keys()
+    assert found["replicas"] == {"min": 2, "max": 2}
+    assert ("costPerMonth" in found) is bool(gpus)
+
+
 def test_a_manifest_without_a_shape_is_not_guessed():
     found = explain_plan(a_service(replicas=2))
 

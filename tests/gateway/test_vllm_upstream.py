@@ -22,15 +22,25 @@ MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 MESSAGES = [{"role": "user", "content": "Tell me a story of a bear and a fox. " * 20}]
 WORDS = ["Once", " upon", " a", " time", "."]
 USAGE = {"prompt_tokens": 21, "total_tokens": 26, "completion_tokens": 5, "prompt_tokens_details": None}
+DEAD = {
+    "error": {
+        "message": "EngineCore encountered an issue. See stack trace (above) for the root cause.",
+        "type": "InternalServerError",
+        "param": None,
+        "code": 500,
+    }
+}
 LOAD = "TEXT named_metrics.kv_cache_usage_perc=0.5, named_metrics.num_requests_waiting=2"
 
 
 class Vllm(Runtime):
     """vLLM's `/v1/chat/completions`: its chunks, its errors, its headers; every other path is FastAPI's 404."""
 
-    def __init__(self, *, words_until_it_dies: int = 100) -> None:
+    def __init__(self, *, words_until_it_dies: int = 100, reports: bool = False) -> None:
+        """`reports`: its computing process dies and its server reports that, as recorded from vLLM 0.32.0."""
         super().__init__(self._complete, words=WORDS)
         self.lives = words_until_it_dies
+        self.reports = reports
         self.missing: list[str] = []
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
@@ -46,6 +56,8 @@ class Vllm(Runtime):
             return web.json_response({"error": error | {"param": "model", "code": 404}}, status=404)
         await self.allowed.acquire()
         headers = {LOAD_HEADER: LOAD, "server": "uvicorn"}
+        if self.reports and not body.get("stream"):
+            return web.json_response(DEAD, status=500, headers=headers)
         if not body.get("stream"):
             message = {"role": "assistant", "content": "".join(WORDS), "refusal": None, "tool_calls": []}
             choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
@@ -55,6 +67,9 @@ class Vllm(Runtime):
         await response.prepare(request)
         await self._send(response, {"role": "assistant", "content": ""})
         for number, word in enumerate(WORDS):
+            if number == self.lives and self.reports:
+                await response.write(b"data: " + json.dumps(DEAD).encode() + b"\n\ndata: [DONE]\n\n")
+                return response
             if number == self.lives:
                 assert request.transport is not None
                 request.transport.abort()
@@ -122,6 +137,28 @@ async def test_a_stream_that_it_breaks_off_ends_with_an_error_and_is_not_continu
 
     assert "".join(part.choices[0].delta.content or "" for part in parts) == "Once upon"
     assert one.requests + two.requests == 1
+
+
+@pytest.mark.capability("RD-4", "EV-1")
+async def test_an_error_that_it_reports_within_a_stream_counts_against_its_revision():
+    """vLLM ends such a stream with [DONE]; a canary whose engine dies must not count as healthy."""
+    async with Vllm(words_until_it_dies=2, reports=True) as server, a_gateway_before(server) as (gateway, client):
+        stream = await client.chat.completions.create(model="chat", messages=MESSAGES, stream=True)
+        with pytest.raises(openai.APIError, match="EngineCore encountered an issue"):
+            await _read(stream, [])
+        await until(lambda: gateway.requests.outcomes.report().revisions)
+        (found,) = gateway.requests.outcomes.report().revisions
+
+    assert (found.requests, found.errors) == (1, 1)
+
+
+@pytest.mark.capability("RG-3")
+async def test_a_whole_answer_of_a_dead_engine_is_made_by_another_replica():
+    async with Vllm(reports=True) as dead, Vllm() as well, a_gateway_before(dead, well) as (_, client):
+        answers = [await client.chat.completions.create(model="chat", messages=MESSAGES) for _ in range(4)]
+
+    assert {answer.choices[0].message.content for answer in answers} == {"".join(WORDS)}
+    assert dead.requests > 0, "it was asked, and another one has answered"
 
 
 @pytest.mark.capability("RG-5")

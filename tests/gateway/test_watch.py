@@ -10,7 +10,7 @@ import msgspec
 import openai
 import pytest
 
-from slipway_api.names import ANNOTATION_ADAPTERS, API_VERSION, STATE_DRAINING, STATE_WARM
+from slipway_api.names import ANNOTATION_ADAPTERS, ANNOTATION_ENGINE, API_VERSION, STATE_DRAINING, STATE_WARM
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.gateway import Gateway
 from slipway_gateway.picker.endpoints import NO_LIMITS, Adapter, LatencyLimits, Service
@@ -322,6 +322,16 @@ async def test_a_pod_with_the_uid_of_another_service_gets_nothing():
         await until(lambda: fleet.table.endpoint("team/own"))
 
         assert names_in(fleet) == ["team/own"]
+
+
+@pytest.mark.capability("OP-11")
+def test_a_pod_names_its_engine_and_one_of_our_runtime_names_none():
+    ours = a_pod_object("p1")
+    foreign = a_pod_object("p2")
+    foreign["metadata"]["annotations"] = {ANNOTATION_ENGINE: "vllm"}
+    found = [endpoint_of(msgspec.convert(one, Pod)) for one in (ours, foreign)]
+
+    assert [one.engine for one in found if one is not None] == ["", "vllm"]
 
 
 async def test_a_changed_served_name_serves_both_names_until_no_old_replica_is_left():

@@ -144,7 +144,8 @@ def test_edits_while_no_operator_leads_are_found_at_the_takeover(tmp_path):
             before = picture(cluster)
             first.kill()
             for pod in replicas(cluster):
-                edit(cluster, PODS, pod["metadata"]["name"], **dict.fromkeys(pod["metadata"]["labels"]))
+                restored = pod["metadata"]["labels"].keys() - names.RECOMMENDED_LABELS
+                edit(cluster, PODS, pod["metadata"]["name"], **dict.fromkeys(restored))
             for one in cluster.server.objects(CONTROLLER_REVISIONS, NAMESPACE):
                 edit(cluster, CONTROLLER_REVISIONS, one["metadata"]["name"], **dict.fromkeys(one["metadata"]["labels"]))
             async with gpus_are_counted(cluster, 2):
@@ -253,7 +254,8 @@ def test_a_claimed_replica_that_loses_all_labels_keeps_its_slot_and_its_pool(tmp
             before, (pod,) = picture(cluster), replicas(cluster)
             if not operator_is_there:
                 cluster.processes[-1].kill()
-            edit(cluster, PODS, pod["metadata"]["name"], **dict.fromkeys(pod["metadata"]["labels"]))
+            restored = pod["metadata"]["labels"].keys() - names.RECOMMENDED_LABELS
+            edit(cluster, PODS, pod["metadata"]["name"], **dict.fromkeys(restored))
             if not operator_is_there:
                 cluster.start_operator()
             async with gpus_are_counted(cluster, 1):

@@ -23,6 +23,7 @@ class Endpoint:
     token_digests: tuple[str, ...] = ()  # of the serving tokens that it accepts; empty: it needs none
     adapters: frozenset[str] = frozenset()  # names of the adapters that it has loaded
     node: str = ""  # of its pod; empty: unknown
+    engine: str = ""  # such as vllm; empty: our own runtime, or unknown
 
 
 @dataclass(frozen=True, slots=True)

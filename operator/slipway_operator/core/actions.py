@@ -100,7 +100,7 @@ class ReturnPod(Action):
     pool_owner: Mapping[str, Any]  # the owner reference after
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
-    dropped: frozenset[str]  # labels and annotations of the service's template
+    dropped: frozenset[str]  # labels and annotations of the service's template, and the recommended labels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

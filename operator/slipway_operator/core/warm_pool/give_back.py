@@ -89,7 +89,7 @@ class Returns:
                 names.ANNOTATION_RETURNED_AT: self._now.isoformat(),
                 names.ANNOTATION_CLAIMS: str(replica.claims + 1),
             },
-            dropped=frozenset({*template.labels, *template.annotations}),
+            dropped=frozenset({*template.labels, *template.annotations, *names.RECOMMENDED_LABELS}),
             reason=f"{replica.name} has drained, and waits in WarmPool {pool.metadata.name} again",
             events=tuple(
                 replace(event, action="Return", message=f"{event.message}; it returns to WarmPool {replica.pool}")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from slipway_api import names
 from slipway_api.crd import engine_manifest
 from slipway_api.inference_service import InferenceService
 from slipway_operator.core.engines import PinnedEngine, find_lacking, see_engine
@@ -95,6 +96,9 @@ BEFORE: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
 }
 
+# Labels for dashboards and pickers, which stand before ours (ADR 174).
+ADDED_LATER = names.RECOMMENDED_LABELS
+
 
 @pytest.mark.parametrize("name", BEFORE)
 @pytest.mark.parametrize("is_named", [False, True])
@@ -105,6 +109,8 @@ def test_nothing_changes_for_our_own_runtime(name, is_named):
     access = {"serving_digests": ("s",), "gateway_digests": ()} if name == "closed" else {}
 
     pod = pod_of(service, None, **access)
+    for label in ADDED_LATER:
+        del pod["metadata"]["labels"][label]
 
     assert resolve(service, IMAGE).hash == hash
     assert hashlib.sha256(json.dumps(pod).encode()).hexdigest()[:16] == digest
@@ -180,6 +186,17 @@ def test_the_agent_stands_beside_the_engine():
     assert values["SLIPWAY_ADMIN_TOKEN_SHA256"] == "a"
     assert "SLIPWAY_ADMIN_TOKEN_SHA256" not in {one["name"] for one in server["env"]}, "the engine needs no digest"
     assert agent["securityContext"] == server["securityContext"]
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_gateway_and_pickers_learn_the_engine_from_the_pod(name):
+    metadata = pod_of(a_vllm_service(), pinned(ENGINES[name], name))["metadata"]
+
+    assert metadata["annotations"][names.ANNOTATION_ENGINE] == name
+    assert metadata["labels"][names.LABEL_ENGINE_TYPE] == name
+    ours = pod_of(a_service(), None)["metadata"]
+    assert names.ANNOTATION_ENGINE not in ours["annotations"]
+    assert ours["labels"][names.LABEL_ENGINE_TYPE] == "vllm", "its metrics have vLLM's names"
 
 
 def test_readiness_asks_the_agent_and_liveness_the_engine():

@@ -42,6 +42,10 @@ def test_is_a_plain_pod_with_a_telling_name_labels_and_its_owner():
         "slipway.dev/slot": "2",
         "slipway.dev/attempt": "1",
         "slipway.dev/state": "serving",
+        "app.kubernetes.io/instance": "chat",
+        "app.kubernetes.io/component": "inference-server",
+        "app.kubernetes.io/part-of": "slipway",
+        "llm-d.ai/engine-type": "vllm",
     }
     (owner,) = pod["metadata"]["ownerReferences"]
     assert owner == {
@@ -52,6 +56,15 @@ def test_is_a_plain_pod_with_a_telling_name_labels_and_its_owner():
         "controller": True,
         "blockOwnerDeletion": True,
     }
+
+
+def test_the_template_may_replace_the_labels_for_dashboards_and_pickers_and_no_other():
+    own = {"app.kubernetes.io/part-of": "shop", "llm-d.ai/engine-type": "other", "llm-d.ai/role": "decode"}
+
+    labels = pod_of(a_service(template={"metadata": {"labels": own}}))["metadata"]["labels"]
+
+    assert labels | own == labels
+    assert labels["app.kubernetes.io/instance"] == "chat"
 
 
 def test_command_line_says_what_the_spec_says_and_leaves_out_what_is_empty():

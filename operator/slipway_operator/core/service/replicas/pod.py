@@ -4,6 +4,7 @@ The user's overlay is merged here, by name where it has names. It was checked ag
 (CEL), so it is taken as it is; what Slipway itself needs still wins: its labels, its environment, its mounts.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -31,6 +32,8 @@ REQUIRED: Final = "requiredDuringSchedulingIgnoredDuringExecution"
 NO_GPU: Final = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
 OWN_MOUNTS: Final = {"tmp": "/tmp", "run": names.RUN_DIRECTORY, "cache": names.CACHE_DIRECTORY}  # noqa: S108  a mount
 STARTUP_WAIT_SECONDS: Final = 0.9  # within the period of 1 s, so that as many probes fail as seconds pass
+VLLM_FORMAT: Final = "vllm"  # the format of our runtime's metrics and KV events
+_LABEL_VALUE: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 SHARED_MEMORY: Final = {"shm": "/dev/shm"}  # noqa: S108  GPUs that share a model meet there; a container has 64 MB of it
 
 
@@ -65,11 +68,14 @@ def build_pod(
         "metadata": {
             "name": pod_name(service.metadata.name, revision, slot, attempt),
             "namespace": service.metadata.namespace,
-            "labels": overlay.metadata.labels | _labels(service, revision, slot, attempt),
+            "labels": _recommended_labels(service, revision)
+            | overlay.metadata.labels
+            | _labels(service, revision, slot, attempt),
             "annotations": startup_annotations(service)
             | overlay.metadata.annotations
             | {names.ANNOTATION_REPLICA: str(ReplicaIdentity(revision.hash, slot, attempt))}
             | {names.ANNOTATION_SERVED_NAME: service.served_name}
+            | _engine_annotation(revision)
             | access.annotations(),
             "ownerReferences": [owner_reference(service)],
         },
@@ -88,6 +94,21 @@ def build_pod(
         }
         | _placement(service, placement, avoid_node, closed_nodes),
     }
+
+
+def _recommended_labels(service: InferenceService, revision: Revision) -> dict[str, str]:
+    """Labels for dashboards and pickers, which the template may replace. Nothing of ours reads them."""
+    engine = engine_pod.dialect_of(revision.engine).engine if revision.engine is not None else VLLM_FORMAT
+    return {
+        names.LABEL_APP_INSTANCE: service.metadata.name,
+        names.LABEL_APP_COMPONENT: names.COMPONENT_REPLICA,
+        names.LABEL_APP_PART_OF: names.PART_OF,
+    } | ({names.LABEL_ENGINE_TYPE: engine} if _LABEL_VALUE.fullmatch(engine) else {})
+
+
+def _engine_annotation(revision: Revision) -> dict[str, str]:
+    """The engine whose streams the gateway reads; absent for our own runtime."""
+    return {names.ANNOTATION_ENGINE: engine_pod.dialect_of(revision.engine).engine} if revision.engine else {}
 
 
 def _labels(service: InferenceService, revision: Revision, slot: int, attempt: int) -> dict[str, str]:
