@@ -168,7 +168,8 @@ SUMMARY = """
 
 The worst of all launches of a kernel for a model, written by `python -m bench.gpu_compile --ledger docs/gpu-ledger.md`:
 most registers a thread, most bytes spilled (if any), most KB of shared memory, fewest blocks on a multiprocessor at
-once. `_decode` and `_extend` were changed since, on an H100; the sample below has them as they are. Each launch in bf16 and fp16 (one model in fp32 too), KV in 16 bits, fp8 and int8, adapters of ranks 8 to 256.
+once. `_decode` and `_extend` were changed since, on an H100; the sample below has them as they are. Each launch in bf16
+and fp16 (one model in fp32 too), KV in 16 bits, fp8 and int8, adapters of ranks 8 to 256.
 sm_89 stands for 8.6 (A10) too, which has the same tiles, and sm_100 for 10.3 (B300).
 """
 TABLES = """

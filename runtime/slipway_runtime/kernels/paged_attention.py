@@ -2,9 +2,9 @@
 
 Two kernels share one inner loop over tiles of keys, which are found through the block table:
 - decode: one new token a row. A sequence is cut into splits; the programs of a KV head share the splits of all rows by
-  a list (`decode_work`); a second kernel merges the splits if there may be more than one. The splits of a row depend on its own length alone, and each is
-  computed alone: a row's arithmetic depends neither on the batch nor on how many programs share its splits, so that
-  CUDA graphs can replay the step.
+  a list (`decode_work`); a second kernel merges the splits if there may be more than one. The splits of a row depend
+  on its own length alone, and each is computed alone: a row's arithmetic depends neither on the batch nor on how many
+  programs share the list, so that CUDA graphs can replay the step.
 - extend: several new tokens a row, causal by absolute position. Scores exist one tile of BLOCK_M × BLOCK_N at a time.
 
 The query heads of a KV head are rows of the same tile: each key is read once for all of them. A row of length 0 is

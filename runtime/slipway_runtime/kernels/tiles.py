@@ -1,9 +1,9 @@
 """Tile sizes (launch options) of the attention kernels by GPU type, read once from `tiles.json`; no autotuning.
 
 `tiles.json`: compute capability → kernel → shape → BLOCK_N, BLOCK_M, num_warps, num_stages of the launch. The kernel
-chooses options that are missing. The entries of sm90 were the fastest on an H100
-but for `ordered`; the others are chosen by the compiled code (docs/gpu-ledger.md). A shape depends on the model only, never on the batch size, so a token is computed the same way in any
-batch. Heads are padded to a power of two, and the shape has the padded size.
+chooses options that are missing. The entries of sm90 were the fastest on an H100, but for `ordered`; the others are
+chosen by the compiled code (docs/gpu-ledger.md). A shape depends on the model only, never on the batch size, so a token
+is computed the same way in any batch. Heads are padded to a power of two, and the shape has the padded size.
 
 A GPU without an entry of its own has that of the nearest older one with no more shared memory a block: a B300 (10.3)
 the B200's (10.0), an L4 (8.9) the A10's (8.6), but an RTX 6000 (12.0) not that of the B200, which would not fit.
