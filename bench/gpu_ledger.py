@@ -151,8 +151,8 @@ HEAD = """# What the kernels compile to
 
 Generated on a machine without a GPU, with the assembler that Triton brings along. `make test` compiles the launches of
 a sample and `make kernels` those of all models; both fail on an error, on spills (but for 256 bytes in the attention of
-whole prompts, and four words elsewhere that are put aside around a loop), on more shared memory than a block has, and
-on matrices that are multiplied without tensor cores.
+whole prompts, 192 in that of decode by one warp, and four words elsewhere that are put aside around a loop), on more
+shared memory than a block has, and on matrices that are multiplied without tensor cores.
 
 ## What was changed by these numbers, and what it should bring
 

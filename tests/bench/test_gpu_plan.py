@@ -62,7 +62,7 @@ def test_the_table_says_what_bounds_each_step(capsys, monkeypatch):
     heading, _, *rows = capsys.readouterr().out.strip().splitlines()[2:]
     assert heading.endswith("| bound by |")
     bounds = [row.rsplit("|", 2)[1].strip().partition(",")[0] for row in rows]
-    assert bounds == ["weights", "keys and values", "products"]
+    assert bounds == ["weights", "keys and values", "launches and copies"]
 
 
 @pytest.mark.parametrize("model", [name for name in gpu_plan.PUBLISHED if name not in gpu_plan.CONFIGS])
@@ -143,8 +143,8 @@ def test_measured_steps_stand_beside_the_plan(small):
         gpu.whole_steps(QWEN, torch.device("cpu"), CARDS["H100"], [(1, 64), (4, 64)], [32], dtype=torch.float32)
     )
     assert [one.name.partition(", ")[2] for one in found] == [
-        "decode 1 × 64: measured ÷ planned",
-        "decode 4 × 64: measured ÷ planned",
-        "prefill 32: measured ÷ planned",
+        "weights bf16, KV bf16, decode 1 × 64: measured ÷ planned",
+        "weights bf16, KV bf16, decode 4 × 64: measured ÷ planned",
+        "weights bf16, KV bf16, prefill 32: measured ÷ planned",
     ]
     assert all(one.value > 0 and "measured" in one.note and "planned" in one.note for one in found)
