@@ -12,7 +12,7 @@ padding: neither its block table nor the cache is read for it, and its output is
 multiplied in the dtype of the queries, which holds them exactly; the scales are applied to scores and weights.
 
 The lower bound of decode is the cache's bytes over the memory's bandwidth: a token of a layer costs 2 · Hkv · D ·
-itemsize bytes (4 KiB at Hkv 8, D 128, bf16). An H100 reaches 0.87 to 0.90 of a copy's speed (docs/performance.md);
+itemsize bytes (4 KiB at Hkv 8, D 128, bf16). An H100 reaches 0.86 to 0.88 of a copy's speed (docs/performance.md);
 docs/gpu-ledger.md describes the compiled kernels.
 """
 
