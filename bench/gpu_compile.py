@@ -35,7 +35,7 @@ REGISTERS_PER_SM = 1 << 16
 # 184. All others may put some words aside before a loop and read them behind it, as the assembler likes to. Within a
 # loop one may be read: int8 keys with fp16 queries do, and a smaller tile, without it, has more instructions a key.
 SPILLS_OF_PROMPTS, PUT_ASIDE = 256, 16
-# Decode with int8 keys, by one warp: 71 µs for 32 rows of 2,048 on an H100, and 83 by two warps. fp8 keys spill nothing.
+# Decode with int8 keys, by one warp: 71 µs for 32 rows of 2,048 on an H100, and 83 by two warps. fp8 spills nothing.
 SPILLS_OF_QUANTIZED_DECODE = 192
 
 

@@ -103,7 +103,8 @@ def test_attention_reads_ahead_and_reads_keys_seldom(sample):
         assert one["shared"] > 2 * 2 * keys * 128 * 2, "two buffers of keys and values of 128 elements"
         assert one["blocks"] >= (2 if one["target"] in SMALLER else 3)
     for one in of(sample, "_extend", "bf16 KV auto prefill"):
-        assert one["constants"]["QUERIES"] == {90: "64"}.get(one["target"], "32"), "tokens of a tile: keys are read again for each"
+        tokens = {90: "64"}.get(one["target"], "32")
+        assert one["constants"]["QUERIES"] == tokens, "of a tile: keys are read again for each"
         assert one["warps"] == 8
         assert one["tensor_cores"] == {90: "wgmma", 100: "tcgen05"}.get(one["target"], "mma")
 
