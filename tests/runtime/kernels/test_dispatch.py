@@ -26,7 +26,7 @@ def test_a_gpu_is_served_by_triton_where_a_kernel_is_written():
         "mix_experts": "experts",
         "swiglu": "norms",
         "rope_and_store": "store_kv",
-        "plan_attention": "attention_plan",
+        "plan_attention": "decode_work",
         "paged_attention": "paged_attention",
         "plan_lora": "lora",
         "add_lora": "lora",

@@ -17,7 +17,7 @@ from slipway_runtime.kernels.reference_experts import (
 from slipway_runtime.layers.experts import GroupedExperts
 from slipway_runtime.layers.matmul import Dense
 from slipway_runtime.layers.quantized_weight import QuantizedWeight
-from slipway_runtime.models.layer_loader import stack_experts
+from slipway_runtime.models.expert_loader import stack_experts
 
 
 def some_experts(count: int, inner: int, hidden: int, *, biased: bool, limit: float | None) -> ExpertWeights:
