@@ -371,7 +371,8 @@ def test_labels_that_people_remove_are_restored_with_the_rights_of_the_chart(sta
         (f"{revisions}/{revision['metadata']['name']}", revision),
     ):
         labels = before["metadata"]["labels"]
-        for removed in ([names.LABEL_MANAGED_BY], [names.LABEL_SERVICE], list(labels)):
+        every = [name for name in labels if name not in names.RECOMMENDED_LABELS]  # those are a convention: ADR 174
+        for removed in ([names.LABEL_MANAGED_BY], [names.LABEL_SERVICE], every):
             stage.access.api("PATCH", path, {"metadata": {"labels": dict.fromkeys(removed)}})
             stage.eventually(
                 lambda at=path, wanted=labels: stage.access.api("GET", at)["metadata"].get("labels") == wanted,

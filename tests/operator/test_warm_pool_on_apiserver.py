@@ -148,7 +148,7 @@ def test_of_two_services_one_gets_the_pod_which_is_not_deleted_by_its_old_versio
             pool_owner=pool_owner(pool),
             labels=returned["labels"],
             annotations=returned["annotations"] | {names.ANNOTATION_CLAIMS: "1"},
-            dropped=frozenset(),
+            dropped=names.RECOMMENDED_LABELS,
             reason="",
         )
         pod = msgspec.json.decode(json.dumps(seen), type=Pod)
