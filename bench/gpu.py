@@ -50,12 +50,12 @@ class Here:
 
     @cached_property
     def timer(self) -> Timer:
-        """By CUDA's events."""
+        """Takes times with CUDA's events."""
         return gpu_kernels.on_gpu()
 
     @cached_property
     def ceilings(self) -> Ceilings:
-        """Of a copy and of a product."""
+        """The rates of a copy and of a matrix product on this card."""
         return gpu_kernels.ceilings(self.device, self.timer)
 
 

@@ -38,7 +38,7 @@ class Shape:
     vocabulary: int
 
     def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
-        """Of one layer."""
+        """Bytes of the keys and values of one layer."""
         return 2 * self.kv_heads * kv_pages.head_bytes(self.head_dim, dtype) * tokens
 
 
@@ -54,7 +54,7 @@ SHAPES = (
     Shape("Qwen3-0.6B", 1024, 3072, 16, 8, 128, 151_936),
     Shape("Llama-3.1-8B", 4096, 14_336, 32, 8, 128, 128_256),
 )
-# Tokens of each row's context. The last has as many tokens as 386 rows of 1k, of which one row has a third.
+# Tokens of each row's context. In the last batch one row has a third of all tokens.
 CONTEXTS = {
     "1 × 8192": [8192],
     "32 × 2048": [2048] * 32,
@@ -77,7 +77,7 @@ def on_gpu() -> Timer:
 
 
 def ceilings(device: torch.device, timer: Timer, *, nbytes: int = 1 << 30, side: int = 8192) -> Ceilings:
-    """Of a copy of so many bytes, and of a product of two square matrices."""
+    """Measure a copy of `nbytes` bytes, and the product of two matrices of `side` rows and columns."""
     source = torch.randint(256, (nbytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copied = timer.eager(lambda: target.copy_(source))
@@ -142,7 +142,7 @@ def _peers(shape: Shape, device: torch.device, length: int) -> Iterator[tuple[st
 def attention(
     shape: Shape, device: torch.device, lengths: Sequence[int], new: Sequence[int], dtype: torch.dtype
 ) -> Callable[[], object]:
-    """A call of our kernels, for rows of so many tokens of which so many are new. dtype: of keys and values."""
+    """Returns a call of our attention. lengths, new: tokens of each row, and how many are new. dtype: of the cache."""
     from slipway_runtime.kernels import gpu
 
     total, added = np.array(lengths), np.array(new)
