@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import random
 import shutil
 import stat
 import threading
@@ -128,8 +129,7 @@ class Cache:
         """The partial folder, locked for this process; None: another process has completed the model meanwhile."""
         handle = self._open(key)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            if (self._root / "models" / key / MANIFEST).is_file():
+            if not self._lock_to_fetch(handle, key):
                 yield None
                 return
             partial = self._root / "partial" / key
@@ -137,6 +137,25 @@ class Cache:
             yield partial
         finally:
             os.close(handle)
+
+    def _lock_to_fetch(self, handle: int, key: str) -> bool:
+        """Take the exclusive lock of a model; False, without it: the model is complete.
+
+        A blocking LOCK_EX could wait for ever: whoever fetched the model holds it shared for the life of its process,
+        and may take that lock before this one is granted. A shared lock is granted as soon as the fetch has ended.
+        """
+        complete = self._root / "models" / key / MANIFEST
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fcntl.flock(handle, fcntl.LOCK_SH)
+                if complete.is_file():
+                    return False
+                fcntl.flock(handle, fcntl.LOCK_UN)  # the fetch failed: one of those that wait is the next to try
+                time.sleep(random.uniform(0, 0.01))  # two that still hold it shared would refuse each other
+            else:
+                return not complete.is_file()
 
     def finish(self, key: str, address: str, files: Sequence[RemoteFile], sha256: dict[str, str]) -> None:
         """Write the manifest and move the complete, checked model to `models`."""

@@ -1,9 +1,11 @@
 """One cache for all pods of a node: a model comes once, survives a kill, and goes only when nobody uses it."""
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 from slipway_runtime.storage import cache as shelf
 from slipway_runtime.storage import download
 from slipway_runtime.storage.fetch import Access, FetchError, fetch, release, weights_digest
-from slipway_runtime.storage.source import OutOfSpaceError
+from slipway_runtime.storage.source import OutOfSpaceError, RemoteFile
 from tests.runtime.storage.origin import Origin, a_model, an_origin
 
 # Another pod: fetches, says where it is, and stays until its stdin closes.
@@ -75,6 +77,36 @@ def test_the_second_pod_of_a_node_downloads_nothing(origin: Origin, tmp_path: Pa
     assert answer(leave_me) == first
     leave(leave_me)
     assert origin.total_sent - sent <= 3, "one byte of each file, to know that it is the same"
+
+
+@pytest.mark.capability("ST-4")
+@pytest.mark.timeout(60)  # the fault was a wait without an end
+@pytest.mark.parametrize("fetched_by_another", [True, False])
+def test_a_pod_that_is_late_does_not_wait_for_the_end_of_the_first(tmp_path: Path, fetched_by_another: bool):
+    """It decides to fetch, another pod completes the model meanwhile and keeps it in use."""
+    files = [RemoteFile(name="config.json", size=2, location="here", version="1")]
+    store = shelf.Cache(tmp_path)
+    key = shelf.content_key(files)
+
+    def complete() -> None:
+        (tmp_path / "partial" / key / "config.json").write_bytes(b"{}")
+        store.finish(key, "a model", files, {"config.json": "0"})
+
+    if fetched_by_another:
+        with store.coming(key) as folder:
+            assert folder == tmp_path / "partial" / key
+            complete()
+        assert store.hold(key) == tmp_path / "models" / key
+        with store.coming(key) as folder:
+            assert folder is None
+    else:
+        descriptor = store._open(key)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # another pod, which is killed before it has the whole model
+        killer = threading.Timer(0.2, os.close, [descriptor])
+        killer.start()
+        with store.coming(key) as folder:
+            assert folder == tmp_path / "partial" / key, "the next to try"
+        killer.join()
 
 
 @pytest.mark.capability("ST-1", "ST-4")
