@@ -153,7 +153,7 @@ class Cache:
                 if complete.is_file():
                     return False
                 fcntl.flock(handle, fcntl.LOCK_UN)  # the fetch failed: one of those that wait is the next to try
-                time.sleep(random.uniform(0, 0.01))  # two that still hold it shared would refuse each other
+                time.sleep(random.uniform(0, 0.01))  # noqa: S311  two that still hold it shared would refuse each other
             else:
                 return not complete.is_file()
 
