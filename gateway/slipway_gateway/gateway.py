@@ -125,11 +125,11 @@ class Gateway:
             )
             batch_api = BatchApi(store, self.batches, self.tenancy, settings.batch_limits)
         add_batches = batch_api.add_routes if self.batches is not None else lambda _: None
-        self._routes_known = asyncio.Event()  # set when requests need not wait for the first routing table any longer
+        self.routes_known = asyncio.Event()  # set when requests need not wait for the first routing table any longer
         if not self._watches:
-            self._routes_known.set()
+            self.routes_known.set()
         self.client_listener = Listener(
-            client_app(self.fleet, self.requests, more=add_batches, routes_known=self._routes_known),
+            client_app(self.fleet, self.requests, more=add_batches, routes_known=self.routes_known),
             settings.bind,
             settings.port,
             limits,
@@ -175,7 +175,7 @@ class Gateway:
                 startup = RouteStartup(
                     self.fleet,
                     watch,
-                    self._routes_known,
+                    self.routes_known,
                     self.settings.state_directory,
                     self.settings.startup_limits,
                     count=lambda outcome: self.metrics.snapshot_writes.labels(outcome).inc(),

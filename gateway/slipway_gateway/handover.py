@@ -195,7 +195,8 @@ class Handover:
         now = asyncio.get_running_loop().time()
         wait = FirstByteWait(
             min(now + self._upstream.timeouts.first_byte_seconds, stream.deadline),
-            SilentError("timed out: no first byte"),
+            SilentError,
+            "timed out: no first byte",
         )
         headers = request_headers(request.headers, record.request_id) | record.internal_headers
         headers |= record.trace.start_attempt(endpoint.name, endpoint.revision, broken)

@@ -177,7 +177,7 @@ class Mirror:
     ) -> bytes | None:
         """The beginning of the answer, a little more than is compared; None: it failed."""
         deadline = asyncio.get_running_loop().time() + COPY_SECONDS
-        wait = FirstByteWait(deadline, SilentError("timed out: no first byte"))
+        wait = FirstByteWait(deadline, SilentError, "timed out: no first byte")
         sent = time.monotonic()
         kept = b""
         ttft, events, status = None, 0, 0

@@ -153,10 +153,10 @@ class Opener:
     def _first_byte_wait(self, inference: InferenceRequest, deadline: float, budget: float | None) -> FirstByteWait:
         until = asyncio.get_running_loop().time() + self._upstream.timeouts.first_byte_seconds
         if inference.stream and budget is not None and budget < min(deadline, until):
-            return FirstByteWait(budget, BudgetError("another service is to answer"))
+            return FirstByteWait(budget, BudgetError, "another service is to answer")
         if not inference.stream or deadline <= until:
-            return FirstByteWait(deadline, DeadlineError(DEADLINE))
-        return FirstByteWait(until, SilentError("timed out: no first byte"))
+            return FirstByteWait(deadline, DeadlineError, DEADLINE)
+        return FirstByteWait(until, SilentError, "timed out: no first byte")
 
     def _record_error(self, endpoint: Endpoint, error: UpstreamError) -> None:
         if isinstance(error, UnreachableError):

@@ -238,15 +238,20 @@ class Requests:
                     raise NoAnswer("overloaded", not_ready(f"{record.model} is overloaded"))
                 return await self._ask_service(request, route, inference, body, record, chain.deadline)
             except NoAnswer as none:
-                following = chain.next(table, caller.tenant, route, pin)
-                # A request that may have crashed two replicas is not tried on another service's.
-                if following is None or sum(one.may_be_the_requests_fault for one in record.failures) > 1:
-                    if isinstance(none.answer, Refusal):
-                        raise none.answer from None
-                    return self._forwarder.sign(none.answer, record)
-                self._metrics.fallbacks.labels(route.service.key, following.key, str(none)).inc()
-                if step is Step.FALLBACK:
-                    self._metrics.degraded.labels(route.service.key, "fallback").inc()
+                answer, reason = none.answer, none.reason
+            # Not in the handler: a refusal raised there refers to `none`, and `none` to the refusal (`collector`).
+            following = chain.next(table, caller.tenant, route, pin)
+            # A request that may have crashed two replicas is not tried on another service's.
+            if following is None or sum(one.may_be_the_requests_fault for one in record.failures) > 1:
+                if isinstance(answer, Refusal):
+                    try:
+                        raise answer
+                    finally:
+                        del answer  # this frame is in its traceback
+                return self._forwarder.sign(answer, record)
+            self._metrics.fallbacks.labels(route.service.key, following.key, reason).inc()
+            if step is Step.FALLBACK:
+                self._metrics.degraded.labels(route.service.key, "fallback").inc()
             step = Step.NONE
             record.fallback_from, record.finish, record.error, record.failures = asked, "", "", []
             body.content = body.with_model(inference.routing.model, following.key)

@@ -13,6 +13,7 @@ import prometheus_client
 import structlog
 
 from slipway_api.logs import configure
+from slipway_gateway.collector import collect_rarely
 from slipway_gateway.event_loop import LOOPS, log_exception
 from slipway_gateway.gateway import Gateway
 from slipway_gateway.settings import GatewaySettings, SettingsError, read_settings
@@ -36,6 +37,7 @@ async def serve(settings: GatewaySettings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
     async with Gateway(settings) as gateway:
+        settled = asyncio.create_task(_collect_rarely_once_routed(gateway))
         signalled = asyncio.create_task(signals.get())
         watching = {gateway.watching} if gateway.watching else set()
         await asyncio.wait({signalled, *watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -48,7 +50,13 @@ async def serve(settings: GatewaySettings) -> int:
         second.add_done_callback(lambda _: hurry.set())
         await gateway.leave(hurry)
         second.cancel()
+        settled.cancel()
     return 0
+
+
+async def _collect_rarely_once_routed(gateway: Gateway) -> None:
+    await gateway.routes_known.wait()  # so that the routing table, too, is exempt from collections
+    collect_rarely()
 
 
 def run() -> None:

@@ -39,6 +39,7 @@ RESPONSE_PREFIXES: Final = ("x-slipway-", "x-ratelimit-", "openai-")
 # Request headers that are forwarded to the replica: no credentials, and none that only the gateway sets.
 REQUEST_HEADERS: Final = ("content-type", "accept", "traceparent", "tracestate")
 DEADLINE: Final = "the request's deadline passed"
+MAX_CAUSES: Final = 10  # of an error
 LOOKS: Final = 8  # at a hang, while no other replica can take the stream
 
 
@@ -94,15 +95,31 @@ class UpstreamTimeouts:
     request_seconds: float = 600.0
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why an attempt is ended. Not the error itself: it would refer to the frames that it was raised in, and they to
+    whatever holds it."""
+
+    kind: type[UpstreamError]
+    reason: str
+
+    def error(self) -> UpstreamError:
+        """A new error."""
+        return self.kind(self.reason)
+
+
+MOVED: Final = Verdict(MovedError, "the replica hangs or left the fleet")
+
+
 class FirstByteWait:
     """Bounds the time until the first byte of one attempt: `async with wait:` around everything before it."""
 
     __slots__ = ("_expiry", "_is_waiting", "_timeout", "_was_moved")
 
-    def __init__(self, until: float, expiry: UpstreamError) -> None:
-        """At `until`, of the event loop's clock, the wait ends with `expiry`."""
+    def __init__(self, until: float, kind: type[UpstreamError], reason: str) -> None:
+        """At `until`, of the event loop's clock, the wait ends with such an error."""
         self._timeout = asyncio.timeout_at(until)
-        self._expiry = expiry
+        self._expiry = Verdict(kind, reason)
         self._is_waiting = False
         self._was_moved = False
 
@@ -124,7 +141,7 @@ class FirstByteWait:
         try:
             await self._timeout.__aexit__(kind, error, trace)
         except TimeoutError:
-            raise (MovedError("the replica hangs or left the fleet") if self._was_moved else self._expiry) from None
+            raise (MOVED if self._was_moved else self._expiry).error() from None
 
 
 class Reply:
@@ -171,9 +188,10 @@ class Reply:
         try:
             piece = await self._response.content.readany()
         except (aiohttp.ClientError, OSError) as error:
-            raise self._silence.verdict or LostError("connection lost") from error
+            verdict = self._silence.verdict or Verdict(LostError, "connection lost")
+            raise verdict.error() from _without_frames(error)
         if self._silence.verdict is not None and not piece:
-            raise self._silence.verdict
+            raise self._silence.verdict.error()
         self._silence.stop()
         self.waited += time.monotonic() - waiting_since
         return piece
@@ -208,7 +226,7 @@ class Silence:
         self._since: float | None = None  # None: nothing is waited for now; the client's pace is not the replica's
         self._due = 0.0  # when `_check` should run
         self._handle = self._look_in(self._seconds_left(self._loop.time()))
-        self.verdict: UpstreamError | None = None  # why the connection was closed
+        self.verdict: Verdict | None = None  # why the connection was closed
 
     def watch_for_hang(self, can_move: Callable[[], bool]) -> None:
         """Look for a hang of the whole replica, too."""
@@ -250,12 +268,15 @@ class Silence:
         left = self._seconds_left(now)
         if left <= 0:
             late = now >= self._deadline
-            self._close(DeadlineError(DEADLINE) if late else SilentError("timed out: the replica fell silent"))
+            if late:
+                self._close(DeadlineError, DEADLINE)
+            else:
+                self._close(SilentError, "timed out: the replica fell silent")
             return
         if self._can_move is not None:
             until_hung = self._seconds_until_hung(now)
             if until_hung <= 0 and self._can_move():
-                self._close(HungError("timed out: the replica hangs"))
+                self._close(HungError, "timed out: the replica hangs")
                 return
             left = min(left, max(until_hung, self._timeouts.hang_seconds / LOOKS))
         self._handle = self._look_in(left)
@@ -266,8 +287,8 @@ class Silence:
         quiet_since = now if self._since is None else max(self._since, self._pace.last_at)
         return quiet_since + limit - now
 
-    def _close(self, verdict: UpstreamError) -> None:
-        self.verdict = verdict
+    def _close(self, kind: type[UpstreamError], reason: str) -> None:
+        self.verdict = Verdict(kind, reason)
         self._cut()
 
 
@@ -349,9 +370,9 @@ class Upstream:
         try:
             return await self._session.post(url, data=body, headers=headers, allow_redirects=False)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise UnreachableError("no connection") from error
+            raise UnreachableError("no connection") from _without_frames(error)
         except (aiohttp.ClientError, OSError) as error:
-            raise LostError("connection lost") from error
+            raise LostError("connection lost") from _without_frames(error)
 
     def _socket(self, address: Any) -> socket.socket:
         """A socket with a short TCP user timeout: a lost node sends no FIN."""
@@ -381,7 +402,22 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     try:
         return await response.content.readany()
     except (aiohttp.ClientError, OSError) as error:
-        raise LostError("connection lost") from error
+        raise LostError("connection lost") from _without_frames(error)
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """The same error without its tracebacks, and those of its causes.
+
+    aiohttp keeps errors in local variables of frames that are in these tracebacks: a cycle, which would hold the body
+    of the request until the cyclic collector runs.
+    """
+    cause: BaseException | None = error
+    for _ in range(MAX_CAUSES):  # causes may form a ring
+        if cause is None:
+            break
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+    return error
 
 
 def request_headers(from_client: Mapping[str, str], request_id: str) -> dict[str, str]:
