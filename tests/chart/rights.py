@@ -1,6 +1,9 @@
 """Runs a part of Slipway with nothing but the rights that the chart gives to its ServiceAccount."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from e2e.cluster.access import Access
@@ -33,3 +36,13 @@ def kubeconfig_of(access: Access, account: str, namespace: str, folder: Path) ->
         )
     )
     return file
+
+
+def run_init_containers(access: Access, name: str, namespace: str, folder: Path) -> None:
+    """Run the init containers of an installation's operator with its rights, as a kubelet does for a new pod."""
+    kubeconfig = kubeconfig_of(access, f"{name}-operator", namespace, folder)
+    deployment = json.loads(access.kubectl("-n", namespace, "get", "deployment", f"{name}-operator", "-o", "json"))
+    for container in deployment["spec"]["template"]["spec"].get("initContainers", ()):
+        command = [Path(sys.executable).with_name("slipway-operator"), *container["args"]]
+        environment = {"PATH": os.environ["PATH"], "KUBECONFIG": str(kubeconfig), "SLIPWAY_NAMESPACE": namespace}
+        subprocess.run(command, env=environment, check=True, timeout=60)
