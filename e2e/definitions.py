@@ -20,6 +20,10 @@ class Module:
 
 
 ARGO_CD = Module("github.com/argoproj/argo-cd/v3", "v3.4.2", "h1:S3j0K34uGW4geWiM88+0cHcCEtInn2Sa9U7/Sa18L7Y=")
+FLUX_HELM = Module("github.com/fluxcd/helm-controller", "v1.6.3", "h1:MSiDP/s8xRSkO3g11vBiDStxfmJ5ZVdwDEpW7BSE/UA=")
+FLUX_SOURCES = Module(
+    "github.com/fluxcd/source-controller", "v1.9.0", "h1:5msg2yyjVYDULZos+2ve8MZzcSqTpusiXmrOeBhc9yY="
+)
 GATEWAY_API = Module("sigs.k8s.io/gateway-api", "v1.5.1", "h1:RqVRIlkhLhUO8wOHKTLnTJA6o/1un4po4/6M1nRzdd0=")
 
 

@@ -34,6 +34,14 @@ VALUES: tuple[tuple[str, ...], ...] = (
     ("monitoring.podMonitors=true", "monitoring.rules=true", "monitoring.labels.release=prometheus"),
     ("monitoring.dashboard=true",),
     ("monitoring.podMonitors=true", "watchNamespaces={team-a}"),
+    (
+        "ingress.enabled=true",
+        "ingress.hosts={llm.example.com}",
+        "ingress.tls.secretName=edge",
+        "ingress.className=nginx",
+    ),
+    ("ingress.enabled=true", "ingress.hosts={a.b}", "ingress.controller=nginx", "gateway.tls.secretName=cert"),
+    ("httpRoute.enabled=true", "httpRoute.parentRefs[0].name=public", "httpRoute.hostnames={llm.example.com}"),
     ("operator.podAnnotations.a=b", "gateway.nodeSelector.a=b", "imagePullSecrets[0].name=registry"),
 )
 

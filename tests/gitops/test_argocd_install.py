@@ -1,4 +1,4 @@
-"""Argo CD installs Slipway: its Application is valid, and what it renders, applies and prunes changes no key."""
+"""Argo CD installs Slipway: what it renders, applies and prunes changes no key."""
 
 import base64
 import json
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from e2e import definitions
 from e2e.cluster.access import Access
 from tests.chart.lint import CHART
 from tests.chart.rights import run_init_containers
@@ -90,34 +89,6 @@ def argocd(apiserver: Access, tmp_path: Path) -> Iterator[ArgoCD]:
     for one in running.tracked().values():
         namespace = one["metadata"].get("namespace", "default")
         apiserver.kubectl("delete", one["kind"], one["metadata"]["name"], "-n", namespace, "--wait=false")
-
-
-@pytest.fixture(scope="module")
-def with_application_kind(apiserver: Access, tmp_path_factory: pytest.TempPathFactory) -> Access:
-    """The API server with Argo CD's own definition of an Application."""
-    try:
-        folder = definitions.fetch(definitions.ARGO_CD) / "manifests" / "crds"
-    except definitions.ModuleNotReachedError as missing:
-        pytest.skip(f"Argo CD's module cannot be fetched: {missing}")
-    own = tmp_path_factory.mktemp("argocd")
-    (own / "application.yaml").write_text((folder / "application-crd.yaml").read_text())
-    apiserver.serve_kinds(own)
-    return apiserver
-
-
-@pytest.mark.capability("PL-16")
-def test_the_application_is_valid_for_argo_cd_itself(with_application_kind: Access) -> None:
-    manifest = application()
-    manifest["metadata"]["namespace"] = with_application_kind.create_namespace()
-
-    # Strict: a field that the definition does not have is an error.
-    stored = json.loads(
-        with_application_kind.kubectl(
-            "create", "--dry-run=server", "--validate=strict", "-o", "json", "-f", "-", stdin=json.dumps(manifest)
-        )
-    )
-
-    assert stored["spec"] == manifest["spec"]
 
 
 @pytest.mark.capability("PL-16")
