@@ -22,6 +22,7 @@ NAMESPACE = "slipway-system"
 VALUES: tuple[tuple[str, ...], ...] = (
     (),
     ("watchNamespaces={team-a,team-b}", "allowedServiceAccountNames={models}"),
+    ("allowedImages={registry.example.com/a/,other.example.com}", "allowedPriorityClassNames={batch}"),
     ("adapterCredentials.namespaces={team-a,team-b}",),
     ("modelCache.nodePath=/var/lib/models", "modelCache.limit=500Gi", "hub.endpoints={https://hub.internal}"),
     ("adminMaster.existingSecret=masters", "gatewayKey.existingSecret=key", "crds.install=false"),
