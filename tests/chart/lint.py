@@ -43,6 +43,8 @@ VALUES: tuple[tuple[str, ...], ...] = (
     ),
     ("ingress.enabled=true", "ingress.hosts={a.b}", "ingress.controller=nginx", "gateway.tls.secretName=cert"),
     ("httpRoute.enabled=true", "httpRoute.parentRefs[0].name=public", "httpRoute.hostnames={llm.example.com}"),
+    ("operatorPolicy.enabled=false",),
+    ("operatorPolicy.injectedContainers={istio-init}", "operatorPolicy.allowedHostPaths={/var/run/agent}"),
     ("operator.podAnnotations.a=b", "gateway.nodeSelector.a=b", "imagePullSecrets[0].name=registry"),
 )
 
