@@ -9,35 +9,119 @@ the kind by which Flux lets any other program provide a source: an HTTP server o
 tarball, and the object's status names its address and digest.
 """
 
+import contextlib
+import gzip
+import hashlib
+import io
+import signal
+import subprocess
+import tarfile
+import threading
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from e2e.cluster.access import Access
+from e2e.cluster.access import Access, ApiError
 from e2e.flux import build
-from e2e.flux.artifacts import Json, tarball_of
-from e2e.flux.program import NAMESPACE, RunningController
 
+NAMESPACE = "flux-system"
 SOURCE = "fleet"
 KUSTOMIZATIONS = f"/apis/kustomize.toolkit.fluxcd.io/v1/namespaces/{NAMESPACE}/kustomizations"
 ARTIFACTS = f"/apis/source.toolkit.fluxcd.io/v1/namespaces/{NAMESPACE}/externalartifacts"
+FLAGS = (
+    "--metrics-addr=0",
+    "--health-addr=0",
+    "--enable-leader-election=false",
+    "--interval-jitter-percentage=0",
+    "--feature-gates=ExternalArtifact=true",
+)
+SECONDS_TO_STOP = 20
+
+Json = dict[str, Any]
 
 
-class KustomizeController(RunningController):
+class ArtifactServer:
+    """An HTTP server on loopback with tarballs of manifests, each at a path made of its digest."""
+
+    def __init__(self) -> None:
+        self._tarballs: dict[str, bytes] = {}
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self._tarballs))
+
+    def start(self) -> None:
+        """Serve, in a thread of its own."""
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def stop(self) -> None:
+        """Serve no more; only after `start`."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def add(self, files: Mapping[str, str]) -> Json:
+        """Serve a tarball of these files (name -> content); returns it as Flux's `status.artifact` describes it."""
+        tarball = _tarball(files)
+        digest = hashlib.sha256(tarball).hexdigest()
+        self._tarballs[f"/{digest}.tar.gz"] = tarball
+        return {
+            "url": f"http://127.0.0.1:{self._server.server_port}/{digest}.tar.gz",
+            "path": f"{digest}.tar.gz",
+            "revision": f"main@sha256:{digest}",
+            "digest": f"sha256:{digest}",
+            "size": len(tarball),
+            "lastUpdateTime": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        }
+
+
+class KustomizeController:
     """The running controller, its one source, and the Kustomizations that apply from it."""
 
     def __init__(self, access: Access) -> None:
-        super().__init__(access, build.KUSTOMIZE)
+        self.access = access
+        self.log = access.logs / "kustomize-controller.log"
+        self._build = build.ensure()
+        self._artifacts = ArtifactServer()
+        self._program: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "KustomizeController":
+        self._artifacts.start()
+        try:
+            self.access.serve_kinds(self._build / "crds")
+            with contextlib.suppress(ApiError):  # it is there already
+                self.access.api("POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
+            with self.log.open("ab") as log:
+                self._program = subprocess.Popen(
+                    [self._build / build.PROGRAM, *FLAGS],
+                    env=self.access.environment() | {"RUNTIME_NAMESPACE": NAMESPACE},
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                )  # fmt: skip
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        self._artifacts.stop()
+        if self._program is not None:
+            self._program.send_signal(signal.SIGTERM)
+            try:
+                self._program.wait(SECONDS_TO_STOP)
+            except subprocess.TimeoutExpired:
+                self._program.kill()
+                self._program.wait()
 
     def publish(self, files: Mapping[str, str]) -> str:
         """A new revision of the source, of these files (name -> content); returns the revision."""
-        artifact = self.artifacts.add(tarball_of(files))
+        artifact = self._artifacts.add(files)
         source = {
             "apiVersion": "source.toolkit.fluxcd.io/v1",
             "kind": "ExternalArtifact",
             "metadata": {"name": SOURCE, "namespace": NAMESPACE},
         }
-        self.create(ARTIFACTS, source)
+        with contextlib.suppress(ApiError):  # it is there already
+            self.access.api("POST", ARTIFACTS, source)
         self.access.api("PATCH", f"{ARTIFACTS}/{SOURCE}/status", {"status": {"artifact": artifact}})
         return str(artifact["revision"])
 
@@ -90,3 +174,32 @@ class KustomizeController(RunningController):
     def delete(self, name: str, limit: float = 120) -> None:
         """Delete the Kustomization; returns when the controller has pruned what it applied."""
         self.access.kubectl("delete", "kustomizations", name, "-n", NAMESPACE, "--ignore-not-found", timeout=limit)
+
+
+def _tarball(files: Mapping[str, str]) -> bytes:
+    """A tar.gz of the files; the same files make the same bytes."""
+    packed = io.BytesIO()
+    # Without the time that gzip would write down.
+    with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as tar:
+        for name, content in sorted(files.items()):
+            member = tarfile.TarInfo(name)
+            member.size, member.mode = len(content.encode()), 0o644
+            tar.addfile(member, io.BytesIO(content.encode()))
+    return packed.getvalue()
+
+
+def _handler_of(tarballs: Mapping[str, bytes]) -> type[BaseHTTPRequestHandler]:
+    """A request handler that serves these bodies by their paths."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = tarballs.get(self.path)
+            self.send_response(404 if body is None else 200)
+            self.send_header("Content-Length", str(len(body or b"")))
+            self.end_headers()
+            self.wfile.write(body or b"")
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Requests are not logged; the controller logs what it fetches."""
+
+    return Handler

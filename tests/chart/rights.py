@@ -11,10 +11,12 @@ from tests.chart.lint import CHART
 
 
 def apply_rights(access: Access, part: str, namespace: str) -> None:
-    """The ServiceAccount of `operator` or `gateway` and its rights, as the chart renders them."""
+    """The ServiceAccount of `operator` or `gateway`, its rights and their limits, as the chart renders them."""
     system = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
     access.kubectl("apply", "-f", "-", stdin=json.dumps(system))
-    rights = access.helm("template", "slipway", CHART, "-n", namespace, "-s", f"templates/{part}-rbac.yaml")
+    templates = (f"{part}-rbac", *(["operator-policy"] if part == "operator" else []))
+    shown = [option for name in templates for option in ("-s", f"templates/{name}.yaml")]
+    rights = access.helm("template", "slipway", CHART, "-n", namespace, *shown)
     access.kubectl("apply", "-n", namespace, "-f", "-", stdin=rights)
 
 

@@ -25,6 +25,7 @@ from slipway_operator.core.warm_pool.plan import plan as plan_pool
 from tests.builders import DEFAULTS, T0, a_service, promised
 from tests.builders import seen as seen_service
 from tests.chart.lint import CHART
+from tests.operator.core.service.test_engines import a_vllm_service, pinned, pod_of
 from tests.operator.core.warm_pool.pools import a_pool
 from tests.operator.core.warm_pool.pools import seen as seen_pool
 
@@ -143,6 +144,7 @@ def corpus() -> list[Any]:
     }
     found |= {name: made_for(a_service(**spec)) for name, spec in special.items()}
     found["pool"] = made_for_pool(a_pool())
+    found["engine-with-agent"] = [pod_of(a_vllm_service(), pinned())]
     return [pytest.param(manifests, id=name) for name, manifests in found.items()]
 
 
