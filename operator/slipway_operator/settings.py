@@ -56,6 +56,12 @@ class OperatorSettings(BaseSettings):
         (), validation_alias="SLIPWAY_ALLOWED_SERVICE_ACCOUNTS"
     )
     """ServiceAccounts that a spec may name; with any other, no pod is created."""
+    allowed_images: Annotated[tuple[str, ...], NoDecode] = Field((), validation_alias="SLIPWAY_ALLOWED_IMAGES")
+    """Registries or repositories of the images that a spec may name; empty: all."""
+    allowed_priority_classes: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), validation_alias="SLIPWAY_ALLOWED_PRIORITY_CLASSES"
+    )
+    """PriorityClasses that a spec may name; empty: all but Kubernetes' own, system-*."""
     client_namespaces: Annotated[tuple[str, ...], NoDecode] = Field((), validation_alias="SLIPWAY_CLIENT_NAMESPACES")
     """Namespaces whose pods may reach the serving port of services that otherwise only a gateway may call."""
     metrics_namespaces: Annotated[tuple[str, ...], NoDecode] = Field((), validation_alias="SLIPWAY_METRICS_NAMESPACES")
@@ -98,6 +104,7 @@ class OperatorSettings(BaseSettings):
 
     @field_validator(
         *("watch_namespaces", "client_namespaces", "metrics_namespaces", "hub_endpoints", "allowed_service_accounts"),
+        *("allowed_images", "allowed_priority_classes"),
         mode="before",
     )
     @classmethod
@@ -138,6 +145,8 @@ def installation_defaults(settings: OperatorSettings) -> Defaults:
         placement=settings.placement,
         direct_access=settings.direct_access,
         service_accounts=settings.allowed_service_accounts,
+        allowed_images=settings.allowed_images,
+        allowed_priority_classes=settings.allowed_priority_classes,
     )
 
 

@@ -22,6 +22,7 @@ NAMESPACE = "slipway-system"
 VALUES: tuple[tuple[str, ...], ...] = (
     (),
     ("watchNamespaces={team-a,team-b}", "allowedServiceAccountNames={models}"),
+    ("allowedImages={registry.example.com/a/,other.example.com}", "allowedPriorityClassNames={batch}"),
     ("adapterCredentials.namespaces={team-a,team-b}",),
     ("modelCache.nodePath=/var/lib/models", "modelCache.limit=500Gi", "hub.endpoints={https://hub.internal}"),
     ("adminMaster.existingSecret=masters", "gatewayKey.existingSecret=key", "crds.install=false"),
@@ -34,6 +35,16 @@ VALUES: tuple[tuple[str, ...], ...] = (
     ("monitoring.podMonitors=true", "monitoring.rules=true", "monitoring.labels.release=prometheus"),
     ("monitoring.dashboard=true",),
     ("monitoring.podMonitors=true", "watchNamespaces={team-a}"),
+    (
+        "ingress.enabled=true",
+        "ingress.hosts={llm.example.com}",
+        "ingress.tls.secretName=edge",
+        "ingress.className=nginx",
+    ),
+    ("ingress.enabled=true", "ingress.hosts={a.b}", "ingress.controller=nginx", "gateway.tls.secretName=cert"),
+    ("httpRoute.enabled=true", "httpRoute.parentRefs[0].name=public", "httpRoute.hostnames={llm.example.com}"),
+    ("operatorPolicy.enabled=false",),
+    ("operatorPolicy.injectedContainers={istio-init}", "operatorPolicy.allowedHostPaths={/var/run/agent}"),
     ("operator.podAnnotations.a=b", "gateway.nodeSelector.a=b", "imagePullSecrets[0].name=registry"),
 )
 

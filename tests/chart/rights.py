@@ -1,6 +1,9 @@
 """Runs a part of Slipway with nothing but the rights that the chart gives to its ServiceAccount."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from e2e.cluster.access import Access
@@ -8,10 +11,12 @@ from tests.chart.lint import CHART
 
 
 def apply_rights(access: Access, part: str, namespace: str) -> None:
-    """The ServiceAccount of `operator` or `gateway` and its rights, as the chart renders them."""
+    """The ServiceAccount of `operator` or `gateway`, its rights and their limits, as the chart renders them."""
     system = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
     access.kubectl("apply", "-f", "-", stdin=json.dumps(system))
-    rights = access.helm("template", "slipway", CHART, "-n", namespace, "-s", f"templates/{part}-rbac.yaml")
+    templates = (f"{part}-rbac", *(["operator-policy"] if part == "operator" else []))
+    shown = [option for name in templates for option in ("-s", f"templates/{name}.yaml")]
+    rights = access.helm("template", "slipway", CHART, "-n", namespace, *shown)
     access.kubectl("apply", "-n", namespace, "-f", "-", stdin=rights)
 
 
@@ -33,3 +38,13 @@ def kubeconfig_of(access: Access, account: str, namespace: str, folder: Path) ->
         )
     )
     return file
+
+
+def run_init_containers(access: Access, name: str, namespace: str, folder: Path) -> None:
+    """Run the init containers of an installation's operator with its rights, as a kubelet does for a new pod."""
+    kubeconfig = kubeconfig_of(access, f"{name}-operator", namespace, folder)
+    deployment = json.loads(access.kubectl("-n", namespace, "get", "deployment", f"{name}-operator", "-o", "json"))
+    for container in deployment["spec"]["template"]["spec"].get("initContainers", ()):
+        command = [Path(sys.executable).with_name("slipway-operator"), *container["args"]]
+        environment = {"PATH": os.environ["PATH"], "KUBECONFIG": str(kubeconfig), "SLIPWAY_NAMESPACE": namespace}
+        subprocess.run(command, env=environment, check=True, timeout=60)

@@ -2,9 +2,6 @@
 
 import base64
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +10,7 @@ import yaml
 
 from e2e.cluster.access import Access
 from tests.chart.lint import CHART
-from tests.chart.rights import kubeconfig_of
+from tests.chart.rights import run_init_containers
 
 pytestmark = pytest.mark.apiserver
 
@@ -42,13 +39,7 @@ class Installation:
 
     def start_operator(self) -> None:
         """As a kubelet runs the init containers of a new pod of the operator's Deployment."""
-        kubeconfig = kubeconfig_of(self.access, f"{RELEASE}-operator", self.namespace, self._folder)
-        deployment = json.loads(self._get("deployment", f"{RELEASE}-operator"))
-        for container in deployment["spec"]["template"]["spec"].get("initContainers", ()):
-            command = Path(sys.executable).with_name("slipway-operator")
-            environment = {"PATH": os.environ["PATH"], "KUBECONFIG": str(kubeconfig)}
-            environment["SLIPWAY_NAMESPACE"] = self.namespace
-            subprocess.run([command, *container["args"]], env=environment, check=True, timeout=60)
+        run_init_containers(self.access, RELEASE, self.namespace, self._folder)
 
     def keys(self) -> dict[str, dict[str, str]]:
         return {name: json.loads(self._get("secret", name))["data"] for name in SECRETS}

@@ -257,6 +257,15 @@ def test_the_list_of_service_accounts_reaches_the_operator_also_without_the_char
         assert env["SLIPWAY_ALLOWED_SERVICE_ACCOUNTS"] == "models,hub"
 
 
+def test_the_lists_of_images_and_priority_classes_reach_the_operator(helm, tmp_path):
+    values = {"allowedImages": ["registry.example.com/a/", "quay.io"], "allowedPriorityClassNames": ["batch"]}
+    found = manifests(render(helm, values, tmp_path))
+    containers = found["Deployment", "slipway-operator"]["spec"]["template"]["spec"]["containers"]
+    env = {one["name"]: one.get("value", "") for one in containers[0]["env"]}
+    assert env["SLIPWAY_ALLOWED_IMAGES"] == "registry.example.com/a/,quay.io"
+    assert env["SLIPWAY_ALLOWED_PRIORITY_CLASSES"] == "batch"
+
+
 def test_the_definitions_do_not_depend_on_the_values(helm, tmp_path):
     """Issue 26, item 8."""
     found = manifests(render(helm, {"allowedServiceAccountNames": ["models"]}, tmp_path))

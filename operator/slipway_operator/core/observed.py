@@ -389,6 +389,8 @@ class Defaults:
     placement: PlacementDefaults = field(default_factory=PlacementDefaults)
     node_cache: NodeCache | None = None  # None: model.cache.policy Node is not permitted
     service_accounts: tuple[str, ...] = ()  # ServiceAccounts that a spec may name
+    allowed_images: tuple[str, ...] = ()  # registries or repositories of images that a spec may name; empty: all
+    allowed_priority_classes: tuple[str, ...] = ()  # PriorityClasses that a spec may name; empty: all but system-*
     direct_access: DirectAccess = DirectAccess.OPEN  # of a new service; GatewayOnly: this gateway has tenants
     agent_image: str = ""  # of slipway-agent, which stands beside foreign engines
     has_tenants: bool = False  # the gateway has API keys, so a name may mean another service to each tenant

@@ -15,7 +15,7 @@ from typing import Final
 
 from slipway_api import names
 from slipway_api.conditions import EventReason
-from slipway_api.inference_service import InferenceService, InferenceServiceSpec
+from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import CanaryStatus, InferenceServiceStatus
 from slipway_api.memory import DoesNotFit
 from slipway_operator.core.actions import (
@@ -31,6 +31,7 @@ from slipway_operator.core.actions import (
 )
 from slipway_operator.core.health import GONE_AFTER, Limits, Member, Stage, is_needed, judge, next_change
 from slipway_operator.core.observed import Observed, PastRecommendation, ScalingMemory
+from slipway_operator.core.pod_rules import find_service_fault
 from slipway_operator.core.scaling.target import find_target, set_replicas
 from slipway_operator.core.service.children import children
 from slipway_operator.core.service.model.fit import check_fit
@@ -61,7 +62,6 @@ from slipway_operator.core.service.status.deletion import deletion_status
 from slipway_operator.core.service.status.events import find_events, find_warnings, ready_names
 from slipway_operator.core.service.status.invalid import invalid_status
 from slipway_operator.core.service.status.problems import find_capacity_shortage
-from slipway_operator.core.service_accounts import find_account_fault
 from slipway_operator.core.warm_pool.claim import Claims, describe_wait, load_claimed, wait_events
 from slipway_operator.core.warm_pool.give_back import DELETION, Returns
 
@@ -100,7 +100,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
         return _drain_all(observed, members, restored, now)
     records = load_revisions(service, observed.revisions)
     engine = choose_engine(observed, records.readable)
-    if fault := observed.fault or _find_account_fault(observed, service.spec) or engine.stops:
+    if fault := observed.fault or find_service_fault(service.spec, observed.defaults) or engine.stops:
         observed = replace(observed, fault=fault, fault_reason=engine.reason_of(fault))
         return _leave_alone(observed, members, restored, now)
     asked = choose_revision(service, observed.defaults.runtime_image, records.readable, now, engine.pinned)
@@ -235,13 +235,9 @@ def _is_stopped(service: InferenceService) -> bool:
 def _may_start(observed: Observed, members: Sequence[Member], revision: Revision, now: datetime) -> bool:
     """Whether a replica of this revision could serve, as far as that is known before its pod."""
     spec = revision.apply_to(observed.service).spec
-    if _find_account_fault(observed, spec) or find_refusal(spec, observed.defaults):
+    if find_service_fault(spec, observed.defaults) or find_refusal(spec, observed.defaults):
         return False
     return hold_until(observed, members, now) is None and not isinstance(check_fit(spec), DoesNotFit)
-
-
-def _find_account_fault(observed: Observed, spec: InferenceServiceSpec) -> str:
-    return find_account_fault(spec.template.spec, observed.defaults.service_accounts)
 
 
 def _assign_stable(
@@ -262,7 +258,7 @@ def _assign_stable(
         return Assignment()
     mine = [member for member in members if member.replica.revision == stable.hash]
     # The list of the installation may be shorter than when this revision was rolled out.
-    not_allowed = _find_account_fault(observed, stable.apply_to(service).spec)
+    not_allowed = find_service_fault(stable.apply_to(service).spec, observed.defaults)
     return assign(
         mine,
         service=service.metadata.name,

@@ -20,10 +20,10 @@ from slipway_operator.core import words
 from slipway_operator.core.actions import Action, CreatePod, DeletePod, Event, earliest, events_of
 from slipway_operator.core.health import is_cordoned, is_lost
 from slipway_operator.core.labels import restore_labels
+from slipway_operator.core.pod_rules import find_pool_fault
 from slipway_operator.core.service.replicas.access import PortAccess, derive_nonce
 from slipway_operator.core.service.replicas.assign import backoff
 from slipway_operator.core.service.status.mounts import describe_mount, is_for_author
-from slipway_operator.core.service_accounts import find_account_fault
 from slipway_operator.core.warm_pool.autosize import Size, wanted_size
 from slipway_operator.core.warm_pool.observed import Backoff, ObservedPool, PoolPod
 from slipway_operator.core.warm_pool.pod import build_pool_pod, pool_pod_name
@@ -72,8 +72,7 @@ def plan(observed: ObservedPool, now: datetime) -> PoolPlan:
     pool = observed.pool
     if pool.is_being_deleted:
         return PoolPlan(status=None)  # the garbage collector deletes the pods that wait, and spares claimed ones
-    account_fault = find_account_fault(pool.spec.template.spec, observed.defaults.service_accounts)
-    observed = replace(observed, fault=observed.fault or account_fault)
+    observed = replace(observed, fault=observed.fault or find_pool_fault(pool.spec, observed.defaults))
     waiting = [pod for pod in observed.pods if pod.waits_for(pool.metadata.uid)]
     restored = restore_labels((pod.replica for pod in waiting), reason=PoolEvent.LABELS_RESTORED)
     uses = count_uses(pool.status, observed.pods)

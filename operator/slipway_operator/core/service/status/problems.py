@@ -36,6 +36,7 @@ from slipway_api.pod_labels import ROUTING_LABELS
 from slipway_api.runtime_api import ReadyReason
 from slipway_operator.core.health import STARTING, Member, Stage
 from slipway_operator.core.observed import Observed, Replica
+from slipway_operator.core.pod_rules import find_service_fault
 from slipway_operator.core.service.model import model_access
 from slipway_operator.core.service.model.fit import check_fit
 from slipway_operator.core.service.model.model_cache import find_refusal
@@ -49,7 +50,6 @@ from slipway_operator.core.service.status.placement import (
     why_waiting,
 )
 from slipway_operator.core.service.status.refusals import describe_refusal, find_refusal_cause, is_quota_refusal
-from slipway_operator.core.service_accounts import find_account_fault
 from slipway_operator.core.words import count
 
 CRASHES_UNTIL_STALLED: Final = 3  # two restarts may be a slow node; three are a pattern
@@ -184,7 +184,7 @@ def find_start_obstacle(observed: Observed, revision: Revision) -> tuple[Reason,
     """Finds why the operator itself starts no replica of this revision, without trying."""
     service = revision.apply_to(observed.service)
     wanted = service.spec
-    if fault := find_account_fault(wanted.template.spec, observed.defaults.service_accounts):
+    if fault := find_service_fault(wanted, observed.defaults):
         return Reason.INVALID_SPEC, f"no replica of revision {revision.hash} is started: {fault}"
     if refusal := find_refusal(wanted, observed.defaults):
         return Reason.CACHE_NOT_PERMITTED, f"no replica is started: {refusal}"

@@ -1,6 +1,7 @@
-"""A spec that names a ServiceAccount which the installation does not allow: nothing is created, and status says why.
+"""A spec with a ServiceAccount, image or PriorityClass that is not allowed: nothing is created, and status says why.
 
-Issue 26, item 8: the list was a rule of the chart's copy of the CustomResourceDefinitions.
+Issue 26, item 8: the list of accounts was a rule of the chart's copy of the CustomResourceDefinitions.
+Issue 23, item 4 (review/shipping.md 21): images and priority classes had no list.
 """
 
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 from slipway_api.conditions import find_condition
 from slipway_operator.core.actions import CreatePod
 from slipway_operator.core.observed import Observed
+from slipway_operator.core.pod_rules import is_below
 from slipway_operator.core.service.plan import plan as plan_service
 from slipway_operator.core.service.status.problems import find_start_obstacle
 from slipway_operator.core.warm_pool.plan import plan as plan_pool
@@ -132,3 +134,87 @@ def test_a_rollback_to_a_revision_with_such_an_account_says_why_nothing_starts()
     assert obstacle is not None
     assert obstacle[0] == "InvalidSpec"
     assert "serviceAccountName models is not allowed" in obstacle[1]
+
+
+IMAGES = {"allowed_images": ("registry.example.com/models", "quay.io/")}
+CLASSES = {"allowed_priority_classes": ("batch", "system-node-critical")}
+OCI = {"model": {"uri": "oci://docker.io/team/weights:1#llama"}}
+# spec of a service, what is allowed, the sentence; empty: it is allowed
+SPECS: list[tuple[dict[str, Any], dict[str, tuple[str, ...]], str]] = [
+    ({}, IMAGES, ""),  # the chart's image
+    ({"runtime": {"image": "docker.io/a/b:1"}}, {}, ""),
+    ({"runtime": {"image": "registry.example.com/models/own:1"}}, IMAGES, ""),
+    (
+        {"runtime": {"image": "registry.example.com/models-of-others/own:1"}},
+        IMAGES,
+        "spec.runtime.image names the image registry.example.com/models-of-others/own:1, which is not allowed; "
+        "allowed: registry.example.com/models, quay.io/. Use an image below one of these, or add its registry or "
+        "repository to allowedImages of the chart",
+    ),
+    (OCI, {}, ""),
+    (OCI, IMAGES, "spec.model.uri names the image docker.io/team/weights:1, which is not allowed"),
+    ({"availability": {"priorityClassName": "gold"}}, {}, ""),
+    (
+        {"availability": {"priorityClassName": "system-cluster-critical"}},
+        {},
+        "spec.availability.priorityClassName system-cluster-critical is not allowed; allowed: all but system-*. "
+        "Name an allowed class, or add system-cluster-critical to allowedPriorityClassNames of the chart",
+    ),
+    ({"template": {"spec": {"priorityClassName": "system-node-critical"}}}, {}, "allowed: all but system-*"),
+    ({"template": {"spec": {"priorityClassName": "system-node-critical"}}}, CLASSES, ""),
+    ({"availability": {"priorityClassName": "gold"}}, CLASSES, "gold is not allowed; allowed: batch, system-node"),
+    # The template's class is the one of the pods.
+    (
+        {"availability": {"priorityClassName": "gold"}, "template": {"spec": {"priorityClassName": "batch"}}},
+        CLASSES,
+        "",
+    ),
+]
+
+
+@pytest.mark.capability("SE-3")
+@pytest.mark.parametrize(("spec", "allowed", "expected"), SPECS)
+def test_only_allowed_images_and_priority_classes_get_pods(spec, allowed, expected):
+    observed = seen_service(promised(a_service(**spec), 1))
+    made = plan_service(replace(observed, defaults=replace(DEFAULTS, **allowed)), T0)
+
+    assert any(isinstance(action, CreatePod) for action in made.actions) == (not expected)
+    assert stalled(made)[0] == ("InvalidSpec" if expected else "")
+    assert expected in stalled(made)[1]
+
+
+@pytest.mark.parametrize(
+    ("spec", "allowed", "expected"),
+    [
+        ({}, CLASSES, ""),
+        ({"image": "docker.io/a/b:1"}, IMAGES, "spec.image names the image docker.io/a/b:1"),
+        ({"template": {"spec": {"priorityClassName": "system-node-critical"}}}, {}, "allowed: all but system-*"),
+        (OCI | {"level": "Loaded", "models": [OCI["model"]]}, IMAGES, "spec.models[0].uri names the image docker.io"),
+    ],
+)
+def test_pools_follow_the_same_lists(spec, allowed, expected):
+    spec = {key: value for key, value in spec.items() if key != "model"}
+    observed = seen_pool(a_pool(**spec))
+    made = plan_pool(replace(observed, defaults=replace(DEFAULTS, **allowed)), T0)
+
+    assert any(isinstance(action, CreatePod) for action in made.actions) == (not expected)
+    assert expected in stalled(made)[1]
+    assert bool(stalled(made)[0]) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("image", "prefix", "expected"),
+    [
+        ("r.io/a/b:1", "r.io/a", True),
+        ("r.io/a:1", "r.io/a", True),
+        ("r.io/a@sha256:0", "r.io/a", True),
+        ("r.io/a", "r.io/a", True),
+        ("r.io/ab", "r.io/a", False),
+        ("r.io.evil.example/a", "r.io", False),
+        ("r.io/a", "r.io/", True),
+        ("evil.example/r.io/a", "r.io/", False),
+        ("a", "docker.io/library/", False),  # as written: a short name is not in a list of full ones
+    ],
+)
+def test_a_prefix_ends_at_a_part_of_the_name(image, prefix, expected):
+    assert is_below(image, prefix) is expected
