@@ -13,11 +13,11 @@ import prometheus_client
 import structlog
 
 from slipway_api.logs import configure
+from slipway_api.otlp import NoOpenTelemetryError
 from slipway_gateway.collector import collect_rarely
 from slipway_gateway.event_loop import LOOPS, log_exception
 from slipway_gateway.gateway import Gateway
 from slipway_gateway.settings import GatewaySettings, SettingsError, read_settings
-from slipway_gateway.tracing import NoOpenTelemetryError
 from slipway_kube.errors import KubeError
 
 log = structlog.get_logger()

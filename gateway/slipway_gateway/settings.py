@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from slipway_api import otlp
 from slipway_api.listening import ALL_ADDRESSES
 from slipway_api.names import ADMIN_PORT, SERVING_PORT
 from slipway_gateway.batch.limits import BatchLimits
@@ -108,8 +109,8 @@ class GatewaySettings(BaseSettings):
 
     # Traces: the base URL of a collector that takes OTLP over HTTP; empty: none are made (see `tracing`).
     otlp_endpoint: str = ""
-    trace_ratio: float = Field(0.01, ge=0, le=1)
-    trace_slow_seconds: PositiveFloat = 10.0
+    trace_ratio: float = Field(otlp.DEFAULT_RATIO, ge=0, le=1)
+    trace_slow_seconds: PositiveFloat = otlp.DEFAULT_SLOW_SECONDS
 
     # Follow what replicas have in their KV cache (see `kv_feeds`): one connection to each replica.
     kv_events: bool = False

@@ -6,28 +6,22 @@ replica failed, or when the first byte came late; else for a share of the traces
 and then no OpenTelemetry package is imported.
 """
 
-import asyncio
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from slipway_api import otlp
 from slipway_gateway.request_state import NO_TRACE, RequestState, RequestTrace
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span
 
-PROVIDER: Final = "slipway"
 OPERATIONS: Final[Mapping[str, str]] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }
-SHUTDOWN_SECONDS: Final = 5.0
-
-
-class NoOpenTelemetryError(Exception):
-    """An endpoint for traces is set, and the packages of the extra `otel` are not installed."""
 
 
 class Tracing:
@@ -40,39 +34,21 @@ class Tracing:
         self.slow_seconds = slow_seconds
         if not endpoint:
             return
-        try:
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk import trace as sdk
-            from opentelemetry.sdk.resources import Resource
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
-            from opentelemetry.sdk.trace.sampling import ALWAYS_ON
-        except ImportError as missing:
-            raise NoOpenTelemetryError(
-                f"traces need the packages of the extra otel (pip install '.[otel]' in a checkout): {missing}"
-            ) from missing
-        resource = Resource.create({"service.name": "slipway-gateway", "service.instance.id": instance})
-        # Ours is the only decision on sampling; the processor's queue is bounded, and drops what does not fit.
-        self._provider = sdk.TracerProvider(sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False)
-        exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=10)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1000))
+        self._provider = otlp.start_exporter(endpoint, "slipway-gateway", {"service.instance.id": instance})
         self._tracer = self._provider.get_tracer("slipway-gateway")
 
     def start(self, headers: Mapping[str, str], path: str) -> RequestTrace:
         """The trace of a request that has just come."""
         if self._provider is None:
             return NO_TRACE
-        from opentelemetry import trace
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        from opentelemetry.trace import SpanKind
 
-        propagator = TraceContextTextMapPropagator()
-        carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
-        context = propagator.extract(carrier)
-        parent = trace.get_current_span(context).get_span_context()
+        context, parent = otlp.read_parent(headers)
         operation = OPERATIONS.get(path, path.strip("/"))
-        span = self._tracer.start_span(operation, context, kind=trace.SpanKind.SERVER)
-        share = (span.get_span_context().trace_id & 0xFFFFFFFFFFFFFFFF) / 2**64  # the same in every process
-        is_sampled = (parent.is_valid and parent.trace_flags.sampled) or share < self._ratio
-        return _Trace(self, span, operation, carrier.get("tracestate", ""), is_sampled=is_sampled)
+        span = self._tracer.start_span(operation, context, kind=SpanKind.SERVER)
+        is_in_share = otlp.is_in_share(span.get_span_context().trace_id, self._ratio)
+        is_sampled = (parent.is_valid and parent.trace_flags.sampled) or is_in_share
+        return _Trace(self, span, operation, headers.get("tracestate", ""), is_sampled=is_sampled)
 
     def start_span(self, name: str, parent: "Span") -> "Span":
         """A span of an attempt."""
@@ -83,11 +59,7 @@ class Tracing:
     async def close(self) -> None:
         """Export what has ended, within a few seconds."""
         if self._provider is not None:
-            try:
-                async with asyncio.timeout(SHUTDOWN_SECONDS):
-                    await asyncio.to_thread(self._provider.shutdown)
-            except TimeoutError:
-                pass
+            await otlp.stop_exporter(self._provider)
 
 
 class _Trace:
@@ -126,7 +98,7 @@ class _Trace:
         finish = record.runtime_finish() if record.was_served else ""
         attributes: dict[str, Any] = {
             "gen_ai.operation.name": self._operation,
-            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.provider.name": otlp.PROVIDER,
             "gen_ai.request.model": record.model,
             "gen_ai.request.max_tokens": record.max_tokens,
             "gen_ai.response.model": record.adapter or record.model,

@@ -58,6 +58,9 @@ environment:
   SLIPWAY_METRICS_NAMESPACES comma-separated; their pods may scrape the replicas' admin port
   SLIPWAY_WATCH_NAMESPACES  comma-separated; empty means all
   SLIPWAY_POD_USER          USER:GROUP of the replicas, or platform: neither is set (65532:65532)
+  SLIPWAY_OTLP_ENDPOINT     collector for the spans of replicas (OTLP over HTTP); empty: none are exported
+  SLIPWAY_TRACE_RATIO       share of unremarkable traces that replicas export, as the gateway's (0.01)
+  SLIPWAY_TRACE_SLOW_SECONDS seconds to the first token from which a request is slow, as the gateway's (10)
   SLIPWAY_REPLICA_ACCESS    direct: connect to pods; proxy: through the API server, when running outside the cluster
   SLIPWAY_ADMIN_PORT        port of /livez, /readyz and /metrics (8080)
   SLIPWAY_LOG_LEVEL         DEBUG, INFO, WARNING or ERROR (INFO)

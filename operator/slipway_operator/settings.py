@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from slipway_api import otlp
 from slipway_api.inference_service import DirectAccess
 from slipway_api.types import BYTES_PATTERN
-from slipway_operator.core.observed import Defaults, Network, NodeCache, PlacementDefaults, PodUser
+from slipway_operator.core.observed import Defaults, Network, NodeCache, PlacementDefaults, PodUser, TraceDefaults
 
 ReplicaAccess = Literal["direct", "proxy"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
@@ -78,6 +79,11 @@ class OperatorSettings(BaseSettings):
         PlacementDefaults(), validation_alias="SLIPWAY_REPLICA_PLACEMENT"
     )
     """JSON with image_pull_secrets, node_selector and tolerations of all pods of services and pools."""
+    otlp_endpoint: str = Field("", pattern=r"^(https?://.+)?$", validation_alias="SLIPWAY_OTLP_ENDPOINT")
+    """A collector to which replicas export the spans of requests, over OTLP (HTTP); empty: they export none."""
+    trace_ratio: float = Field(otlp.DEFAULT_RATIO, ge=0, le=1, validation_alias=otlp.ENV_RATIO)
+    """Share of the traces that are neither sampled, failed nor slow; the gateway's, so that traces are whole."""
+    trace_slow_seconds: float = Field(otlp.DEFAULT_SLOW_SECONDS, gt=0, validation_alias=otlp.ENV_SLOW_SECONDS)
     replica_access: ReplicaAccess = Field("direct", validation_alias="SLIPWAY_REPLICA_ACCESS")
     """`proxy` reaches pods through the API server: for an operator that runs outside the cluster."""
     admin_port: int = Field(8080, ge=0, le=65535, validation_alias="SLIPWAY_ADMIN_PORT")
@@ -143,6 +149,7 @@ def installation_defaults(settings: OperatorSettings) -> Defaults:
         node_cache=_node_cache(settings),
         pod_user=_pod_user(settings),
         placement=settings.placement,
+        tracing=_tracing(settings),
         direct_access=settings.direct_access,
         service_accounts=settings.allowed_service_accounts,
         allowed_images=settings.allowed_images,
@@ -156,6 +163,15 @@ def _pod_user(settings: OperatorSettings) -> PodUser | None:
         return None
     user, _, group = settings.pod_user.partition(":")
     return PodUser(int(user), int(group))
+
+
+def _tracing(settings: OperatorSettings) -> TraceDefaults | None:
+    """Where replicas export spans to; None: nowhere."""
+    if not settings.otlp_endpoint:
+        return None
+    return TraceDefaults(
+        endpoint=settings.otlp_endpoint, ratio=settings.trace_ratio, slow_seconds=settings.trace_slow_seconds
+    )
 
 
 def _network(settings: OperatorSettings) -> Network | None:

@@ -25,6 +25,7 @@ from slipway_runtime.settings import (
     BootAdapter,
     RuntimeSettings,
     SamplingDefaults,
+    TraceSettings,
     flag,
     parse_warm_prompts,
 )
@@ -298,6 +299,7 @@ def _process_settings(arguments: argparse.Namespace, environment: Mapping[str, s
         **given,
         threads=int(environment.get("OMP_NUM_THREADS") or 0),
         log_level=environment.get("SLIPWAY_LOG_LEVEL") or unset.log_level,
+        tracing=TraceSettings.of(environment),
         run_directory=run_directory(environment),
         cache_directory=cache_directory(environment),
         admin_token_digests=tuple(d.strip() for d in digests.split(",") if d.strip()),

@@ -47,6 +47,7 @@ from slipway_runtime.server.replica import Identity, LoadedModel, Replica
 from slipway_runtime.server.sampling import model_defaults
 from slipway_runtime.server.structured import GrammarValidator
 from slipway_runtime.server.tokenizer import TokenizerMismatch
+from slipway_runtime.server.tracing import start_tracing
 from slipway_runtime.settings import MAX_QUEUED_REQUESTS, MAX_QUEUED_TOKENS, RuntimeSettings
 from slipway_runtime.storage.address import lies_under
 from slipway_runtime.storage.fetch import Access, FetchError, fetch, release, shown
@@ -85,6 +86,7 @@ async def serve(settings: RuntimeSettings) -> int:
         drain_timeout=settings.drain_timeout,
         hang_seconds=settings.hang_seconds,
     )
+    replica.tracing = start_tracing(settings.tracing, pod=settings.pod, namespace=settings.namespace)
     stop = _stop_signal(replica)
     serving = serving_app(
         replica,
@@ -135,6 +137,8 @@ async def serve(settings: RuntimeSettings) -> int:
         if control is not None:
             control.close()
         replica.text_blocks.close()
+    if replica.tracing is not None:
+        await replica.tracing.close()
     return code
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from slipway_api import names
+from slipway_api import names, otlp
 from slipway_api.listening import ALL_ADDRESSES
 from slipway_api.runtime_api import LoadModelRequest, ModelSpec
 from slipway_api.runtime_spec import Pooling, Task
@@ -111,6 +111,32 @@ class SamplingDefaults:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TraceSettings:
+    """Where the spans of requests are exported to, and which; the names and values of the gateway's settings."""
+
+    endpoint: str = ""  # base URL of a collector that takes OTLP over HTTP; empty: off
+    ratio: float = otlp.DEFAULT_RATIO  # share of the traces that are neither sampled, failed nor slow
+    slow_seconds: float = otlp.DEFAULT_SLOW_SECONDS
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> "TraceSettings":
+        """Read OpenTelemetry's variable and the gateway's two; raises ValueError where a number is invalid."""
+        endpoint = environment.get(otlp.ENV_ENDPOINT, "").strip()
+        ratio = _number(environment, otlp.ENV_RATIO, otlp.DEFAULT_RATIO)
+        slow_seconds = _number(environment, otlp.ENV_SLOW_SECONDS, otlp.DEFAULT_SLOW_SECONDS)
+        if not (0 <= ratio <= 1 and slow_seconds > 0):
+            raise ValueError(f"{otlp.ENV_RATIO} is between 0 and 1, and {otlp.ENV_SLOW_SECONDS} above 0")
+        return cls(endpoint=endpoint, ratio=ratio, slow_seconds=slow_seconds)
+
+
+def _number(environment: Mapping[str, str], name: str, default: float) -> float:
+    try:
+        return float(environment.get(name) or default)
+    except ValueError:
+        raise ValueError(f"{name} is not a number: {environment[name]!r}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RuntimeSettings:
     """Settings of one replica. `0`: the value is taken from the model or the machine, unless the comment says else."""
 
@@ -171,6 +197,7 @@ class RuntimeSettings:
     metrics_on_serving_port: bool = False  # /metrics for everybody who reaches the port for clients
     legacy_metric_names: bool = False  # export metrics under the names of older vLLMs too
     log_level: str = "INFO"
+    tracing: TraceSettings = field(default_factory=TraceSettings)
     run_directory: Path = Path(names.RUN_DIRECTORY)
     cache_directory: Path = Path(names.CACHE_DIRECTORY)
     admin_token_digests: tuple[str, ...] = ()  # empty: the admin port listens on localhost only

@@ -6,6 +6,7 @@ import pytest
 
 from e2e.cluster.access import Access
 from slipway_gateway.settings import GatewaySettings
+from slipway_operator.settings import OperatorSettings
 from tests.chart.test_chart import of_kind, render
 
 pytestmark = pytest.mark.apiserver
@@ -45,6 +46,27 @@ def test_the_options_of_the_chart_are_those_of_the_gateway(apiserver: Access, mo
     assert {"name": "batches", "persistentVolumeClaim": {"claimName": "results"}} in pod["volumes"]
     assert (settings.batch_concurrency, settings.degrade_waiting, settings.kv_events) == (3, 4, True)
     assert (settings.otlp_endpoint, settings.trace_ratio) == ("http://collector:4318", 0.5)
+
+
+def operator_settings(access: Access, patch: pytest.MonkeyPatch, *settings: str) -> OperatorSettings:
+    pod = of_kind(render(access, *settings), "Deployment")["slipway-operator"]["spec"]["template"]["spec"]
+    for variable in pod["containers"][0]["env"]:
+        if "value" in variable:
+            patch.setenv(variable["name"], variable["value"])
+    return OperatorSettings()
+
+
+@pytest.mark.capability("OB-10")
+def test_the_operator_passes_the_gateways_collector_to_replicas_unless_it_is_refused(
+    apiserver: Access, monkeypatch: pytest.MonkeyPatch
+):
+    found = {}
+    for replicas in ("true", "false"):
+        with monkeypatch.context() as patch:
+            found[replicas] = operator_settings(apiserver, patch, *OPTIONS, f"gateway.tracing.replicas={replicas}")
+
+    assert (found["true"].otlp_endpoint, found["true"].trace_ratio) == ("http://collector:4318", 0.5)
+    assert found["false"].otlp_endpoint == ""
 
 
 @pytest.mark.capability("RD-8")

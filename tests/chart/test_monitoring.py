@@ -1,13 +1,8 @@
-"""The dashboard and the alerts: a real Prometheus evaluates every expression over what our processes export."""
+"""The alerts: a real Prometheus evaluates every expression over what our processes export."""
 
-import asyncio
-import json
 import re
-import subprocess
-import urllib.parse
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from math import isfinite
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -23,23 +18,18 @@ from slipway_gateway import metrics as gateway_metrics
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.tenancy import Tenancy
 from slipway_gateway.tls import Certificate
-from slipway_operator.core.service.plan import plan
 from slipway_operator.generation_metrics import GenerationMetrics
-from slipway_operator.metrics import OperatorMetrics
 from slipway_runtime.server.metrics import Metrics
-from tests.builders import a_service
+from tests.chart.operator_page import OperatorPage
 from tests.gateway.doubles import Runtime, a_caller, a_gateway
-from tests.operator.core.simulated_cluster import SimulatedCluster
-from tests.operator.core.simulated_traffic import SimulatedTraffic
-from tests.prometheus_server import find_binary, free_port
+from tests.prometheus_server import Target, a_prometheus, promtool
 from tests.runtime.server.test_metrics_page import ENDED, FACTS, STATS
 
 FILES = Path(__file__).resolve().parents[2] / "charts" / "slipway" / "files"
-ALERTS, DASHBOARD = FILES / "alerts.yaml", FILES / "dashboard.json"
+ALERTS = FILES / "alerts.yaml"
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 # Of other exporters: DCGM, cAdvisor and kube-state-metrics.
 EXTERNAL = {
-    "DCGM_FI_PROF_DRAM_ACTIVE",
     "DCGM_FI_DEV_GPU_UTIL",
     "container_cpu_usage_seconds_total",
     "kube_pod_container_resource_limits",
@@ -47,47 +37,21 @@ EXTERNAL = {
 NAME = re.compile(r"\b(?:vllm:|slipway:|slipway_|DCGM_|container_|kube_)[a-zA-Z0-9_:]+")
 
 
-def panels() -> dict[str, list[str]]:
-    found = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
-    return {panel["title"]: [target["expr"] for target in panel["targets"]] for panel in found}
-
-
 def rules() -> dict[str, str]:
     groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
     return {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
-
-
-def filled_in(expression: str) -> str:
-    """As Grafana sends it: every service, and a short interval."""
-    for name, value in {"$namespace": ".*", "$service": ".*", "$__rate_interval": "30s"}.items():
-        expression = expression.replace(name, value)
-    return expression
 
 
 # --- what our processes export --------------------------------------------------------------------------------------
 
 
 class Exporters:
-    """The `/metrics` of a runtime, a gateway and an operator, each with its own code; something happens between two."""
+    """The `/metrics` of a runtime, an operator and others, each with its own code; something happens between two."""
 
     def __init__(self) -> None:
         self._n = 0
         self._runtime = Metrics("chat", FACTS, self._stats, gpu_memory_utilization=0.9)
-        self._operator = OperatorMetrics()
-        service = a_service(
-            replicas=1,
-            slo={"ttftP95Seconds": "1.0", "itlP95Seconds": "0.1"},
-            budget={"gpuHourCost": "2.50"},
-            resources={"gpu": {"count": 1}},
-        )
-        self._world = SimulatedCluster(service, load_seconds=5)
-        self._world.traffic = SimulatedTraffic(2.0)
-        self._world.reconcile()
-        self._world.run(400)
-        self._operator.decisions.labels("ReplicaUnhealthy").inc()
-        self._operator.is_leader.set(1)
-        self._operator.accounts.set_conditions(self._world.service.key, self._world.service.status.conditions)
-        self._operator.reconcile_errors.labels("Refused").inc()
+        self._operator = OperatorPage()
 
     def _stats(self) -> Any:
         n = self._n
@@ -106,15 +70,12 @@ class Exporters:
         return generate_latest(self._runtime.registry).decode()
 
     def operator(self) -> str:
-        self._world.run(2)
-        self._operator.accounts.set(self._world.service.key, plan(self._world.observed(), self._world.now).accounting)
-        return self._operator.exposition().decode()
+        return self._operator.read()
 
     def external(self) -> str:
         self._n += 1
         return "\n".join(
             (
-                'DCGM_FI_PROF_DRAM_ACTIVE{namespace="team",pod="chat-0"} 0.8',
                 'DCGM_FI_DEV_GPU_UTIL{namespace="team",pod="chat-0"} 20',
                 f'container_cpu_usage_seconds_total{{namespace="team",pod="chat-0",container="server"}} {self._n}',
                 'kube_pod_container_resource_limits{namespace="team",pod="chat-0",container="server",resource="cpu"} 1',
@@ -171,13 +132,12 @@ def exported_if_configured() -> Iterator[str]:
     yield from (metric.name for metric in GenerationMetrics(dict).collect())
 
 
-@pytest.mark.capability("OB-4", "OB-5")
-async def test_every_metric_of_the_dashboard_and_the_alerts_is_exported():
+@pytest.mark.capability("OB-5")
+async def test_every_metric_of_the_alerts_is_exported():
     async with exporters() as port:
         texts = [await scrape(port, part) for part in ("runtime", "gateway", "operator")]
     exported = {re.split(r"[{ ]", line)[0] for text in texts for line in text.splitlines() if not line.startswith("#")}
-    expressions = [one for each in panels().values() for one in each] + list(rules().values())
-    used = {name for expression in expressions for name in NAME.findall(expression)}
+    used = {name for expression in rules().values() for name in NAME.findall(expression)}
 
     assert len(used) > 20
     exported |= set(exported_if_configured())
@@ -185,109 +145,34 @@ async def test_every_metric_of_the_dashboard_and_the_alerts_is_exported():
     assert used >= EXTERNAL, "named as another exporter's, and not used"
 
 
-@pytest.mark.capability("OB-4")
-def test_the_dashboard_has_the_eleven_panels_of_inference_and_those_of_objectives_and_cost():
-    titles = list(panels())
-
-    assert len(titles) >= 11
-    for part in ("KV cache occupancy", "Prefix cache hit rate", "GPU memory bandwidth", "Speculation acceptance"):
-        assert part in titles
-    assert {"Error budget left", "Goodput", "Cost of a million output tokens"} <= set(titles)
-
-
 # --- a real Prometheus ----------------------------------------------------------------------------------------------
 
-CONFIG = """
-global: {{scrape_interval: 1s, scrape_timeout: 1s}}
-rule_files: [{rules}]
-scrape_configs:
-{jobs}
-"""
-JOB = """
-  - job_name: {part}
-    metrics_path: /{part}/metrics
-    honor_labels: true
-    static_configs: [{{targets: ["127.0.0.1:{port}"], labels: {{{labels}}}}}]
-"""
 # As the chart's PodMonitors label the series of pods.
 LABELS = {
-    "runtime": "namespace: team, pod: chat-0, service: chat, revision: r1",
-    "gateway": "namespace: slipway-system, pod: gateway-0",
-    "operator": "namespace: slipway-system, pod: operator-0",
-    "external": "job: others",
+    "runtime": {"namespace": "team", "pod": "chat-0", "service": "chat", "revision": "r1"},
+    "gateway": {"namespace": "slipway-system", "pod": "gateway-0"},
+    "operator": {"namespace": "slipway-system", "pod": "operator-0"},
+    "external": {},
 }
 
 
-@pytest.fixture
-def start_prometheus(tmp_path: Path) -> Iterator[Any]:
-    binary, started = find_binary(), []
-
-    def start(exporters_port: int) -> str:
-        jobs = "".join(JOB.format(part=part, port=exporters_port, labels=text) for part, text in LABELS.items())
-        config = tmp_path / "prometheus.yml"
-        config.write_text(CONFIG.format(jobs=jobs, rules=ALERTS), encoding="utf-8")
-        address = f"127.0.0.1:{free_port()}"
-        flags = [f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'data'}"]
-        with (tmp_path / "log").open("ab") as log:
-            process = subprocess.Popen([binary, *flags, f"--web.listen-address={address}"], stdout=log, stderr=log)
-        started.append(process)
-        return f"http://{address}"
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-
-
-async def ask(session: aiohttp.ClientSession, url: str, expression: str) -> list[dict[str, Any]]:
-    query = urllib.parse.urlencode({"query": expression})
-    async with session.get(f"{url}/api/v1/query?{query}") as response:
-        body = await response.json()
-    assert body["status"] == "success", f"{expression}: {body}"
-    return list(body["data"]["result"])
-
-
-async def until_scraped(session: aiohttp.ClientSession, url: str) -> None:
-    """Four scrapes of each part; generous, because a machine may be busy."""
-    for _ in range(600):
-        try:
-            if len(await ask(session, url, "count_over_time(up[5m]) >= 4")) == len(LABELS):
-                return
-        except (aiohttp.ClientError, AssertionError):
-            pass
-        await asyncio.sleep(0.2)
-    raise AssertionError("not within two minutes")
-
-
-@pytest.mark.capability("OB-4", "OB-5", "OB-9", "CO-1")
-async def test_a_real_prometheus_has_an_answer_to_every_panel_and_takes_every_alert(start_prometheus):
-    async with exporters() as port, aiohttp.ClientSession() as session:
-        url = start_prometheus(port)
-        await until_scraped(session, url)
-        unanswered = []
-        for title, expressions in panels().items():
-            for expression in expressions:
-                series = await ask(session, url, filled_in(expression))
-                if not any(isfinite(float(one["value"][1])) for one in series):
-                    unanswered.append(f"{title}: {expression}: {series}")
-        assert unanswered == []
-        for expression in rules().values():
-            await ask(session, url, expression)
-        async with session.get(f"{url}/api/v1/rules") as response:
-            loaded = (await response.json())["data"]["groups"]
-        assert sum(len(group["rules"]) for group in loaded) == len(rules())
-        assert [rule for group in loaded for rule in group["rules"] if rule.get("lastError")] == []
-        # The pool is 97 % in use: that is seen at once, and waits for its minute.
-        saturated = await ask(session, url, rules()["SlipwayKVCacheSaturated"])
-        assert [(one["metric"]["namespace"], one["metric"]["service"]) for one in saturated] == [("team", "chat")]
+@pytest.mark.capability("OB-5", "OB-9", "CO-1")
+async def test_a_real_prometheus_takes_every_alert(tmp_path: Path):
+    async with exporters() as port:
+        targets = {part: Target(f"127.0.0.1:{port}/{part}/metrics", labels) for part, labels in LABELS.items()}
+        async with a_prometheus(tmp_path, targets, rules=ALERTS) as prometheus:
+            await prometheus.until_scraped()
+            for expression in rules().values():
+                await prometheus.ask(expression)
+            loaded = await prometheus.rules()
+            # The pool is 97 % in use: that is seen at once, and waits for its minute.
+            saturated = await prometheus.ask(rules()["SlipwayKVCacheSaturated"])
+    assert sum(len(group["rules"]) for group in loaded) == len(rules())
+    assert [rule for group in loaded for rule in group["rules"] if rule.get("lastError")] == []
+    assert [(one["metric"]["namespace"], one["metric"]["service"]) for one in saturated] == [("team", "chat")]
 
 
 # --- when alerts fire -----------------------------------------------------------------------------------------------
-
-
-def promtool(*arguments: object) -> None:
-    done = subprocess.run([find_binary("promtool"), *map(str, arguments)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.capability("OB-5")

@@ -272,3 +272,16 @@ def test_the_definitions_do_not_depend_on_the_values(helm, tmp_path):
 
     rendered = [one for (kind, _), one in sorted(found.items()) if kind == "CustomResourceDefinition"]
     assert rendered == [yaml.safe_load(path.read_text()) for path in sorted((CHART.parents[1] / "crds").iterdir())]
+
+
+@pytest.mark.capability("OB-4", "OB-11")
+def test_each_dashboard_is_a_config_map_that_grafanas_sidecar_finds(helm, tmp_path):
+    found = manifests(render(helm, {"monitoring": {"dashboard": True}}, tmp_path))
+
+    files = sorted((CHART / "files" / "dashboards").glob("*.json"))
+    assert len(files) == 4
+    for path in files:
+        config_map = found["ConfigMap", f"slipway-dashboard-{path.stem}"]
+        assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert json.loads(config_map["data"][f"slipway-{path.stem}.json"]) == json.loads(path.read_text())
+    assert "ConfigMap" not in {kind for kind, name in manifests(render(helm, {}, tmp_path)) if "dashboard" in name}

@@ -13,7 +13,8 @@ CHART = ROOT / "charts" / "slipway"
 PAGES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "gitops/README.md")),
     *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name not in GENERATED),
-    *(CHART / name for name in ("README.md", "values.yaml", "files/alerts.yaml", "files/dashboard.json")),
+    *(CHART / name for name in ("README.md", "values.yaml", "files/alerts.yaml")),
+    *sorted((CHART / "files" / "dashboards").glob("*.json")),
     *sorted((CHART / "templates").rglob("*.*")),
     *sorted((ROOT / "api" / "slipway_api").glob("*.py")),
 ]

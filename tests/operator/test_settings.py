@@ -60,6 +60,9 @@ def test_every_variable_reaches_its_setting(monkeypatch):
         "SLIPWAY_MODEL_CACHE_LIMIT": "500Gi",
         "SLIPWAY_HUB_ENDPOINTS": "https://hub.internal,https://huggingface.co",
         "SLIPWAY_REPLICA_PLACEMENT": '{"node_selector": {"pool": "gpu"}}',
+        "SLIPWAY_OTLP_ENDPOINT": "http://collector:4318",
+        "SLIPWAY_TRACE_RATIO": "0.5",
+        "SLIPWAY_TRACE_SLOW_SECONDS": "3",
         "SLIPWAY_LOG_LEVEL": "debug",
     }
     assert set(environment) == set(VARIABLES)
@@ -93,6 +96,9 @@ def test_every_variable_reaches_its_setting(monkeypatch):
         hub_endpoints=("https://hub.internal", "https://huggingface.co"),
         admin_port=9090,
         placement=PlacementDefaults(node_selector={"pool": "gpu"}),
+        otlp_endpoint="http://collector:4318",
+        trace_ratio=0.5,
+        trace_slow_seconds=3.0,
         log_level="DEBUG",
     )
 

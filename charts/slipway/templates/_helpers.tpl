@@ -43,6 +43,16 @@ app.kubernetes.io/component: {{ .part }}
 {{- dict "image_pull_secrets" $secrets "node_selector" .Values.runtime.nodeSelector "tolerations" .Values.runtime.tolerations | toJson -}}
 {{- end -}}
 
+{{- /* Of gateway and operator, which passes it on to replicas: both choose the same traces. */ -}}
+{{- define "slipway.tracingEnv" -}}
+- name: SLIPWAY_OTLP_ENDPOINT
+  value: {{ .otlpEndpoint | quote }}
+- name: SLIPWAY_TRACE_RATIO
+  value: {{ .ratio | quote }}
+- name: SLIPWAY_TRACE_SLOW_SECONDS
+  value: {{ printf "%.3f" (float64 .slowSeconds) | trimSuffix ".000" | quote }}
+{{- end -}}
+
 {{- define "slipway.masterSecret" -}}
 {{ .Values.adminMaster.existingSecret | default (printf "%s-admin-master" .Values.name) }}
 {{- end -}}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Final, Literal, NamedTuple
 
-from slipway_api import names
+from slipway_api import names, otlp
 from slipway_api.conditions import Reason
 from slipway_api.inference_service import DirectAccess, InferenceService
 from slipway_api.model_names import NameConflict
@@ -378,6 +378,25 @@ class PlacementDefaults:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TraceDefaults:
+    """Where the replicas of our runtime export the spans of requests to, and which; as the gateway's settings."""
+
+    endpoint: str
+    """Base URL of a collector that takes OTLP over HTTP."""
+    ratio: float = otlp.DEFAULT_RATIO
+    slow_seconds: float = otlp.DEFAULT_SLOW_SECONDS
+
+    def environment(self) -> list[dict[str, Any]]:
+        """The variables of a replica's container."""
+        values = {
+            otlp.ENV_ENDPOINT: self.endpoint,
+            otlp.ENV_RATIO: f"{self.ratio:g}",
+            otlp.ENV_SLOW_SECONDS: f"{self.slow_seconds:g}",
+        }
+        return [{"name": name, "value": value} for name, value in values.items()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
     """Defaults of the installation for fields that the spec leaves empty."""
 
@@ -387,6 +406,7 @@ class Defaults:
     pod_user: PodUser | None = NONROOT  # None: the platform assigns it
     cluster_domain: str = "cluster.local"
     placement: PlacementDefaults = field(default_factory=PlacementDefaults)
+    tracing: TraceDefaults | None = None  # None: replicas export no spans
     node_cache: NodeCache | None = None  # None: model.cache.policy Node is not permitted
     service_accounts: tuple[str, ...] = ()  # ServiceAccounts that a spec may name
     allowed_images: tuple[str, ...] = ()  # registries or repositories of images that a spec may name; empty: all

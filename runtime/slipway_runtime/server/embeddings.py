@@ -21,9 +21,10 @@ from slipway_runtime.engine.client import EngineError
 from slipway_runtime.messages import EngineFacts, FinishReason, Output, SamplingParams
 from slipway_runtime.messages import Request as EngineRequest
 from slipway_runtime.server import fields
+from slipway_runtime.server.accounts import keep_account
 from slipway_runtime.server.bodies import RequestBody, read_body
 from slipway_runtime.server.errors import ApiError, InvalidField, of_engine, prompt_too_long
-from slipway_runtime.server.generation import Record, describe_record
+from slipway_runtime.server.generation import Record
 from slipway_runtime.server.openai_types import Count, Prompts
 from slipway_runtime.server.prompt import Prompt
 from slipway_runtime.server.replica import Replica
@@ -171,17 +172,20 @@ class _EmbeddingCall:
             record = self._record(prompt, last)
             model.metrics.ended(record)
             if index < MOST_FOUND:  # a request with many texts must not displace the accounts of others
-                self._keep_account(request.id, record)
+                keep_account(
+                    self._replica,
+                    self._http,
+                    record,
+                    id=request.id,
+                    route="embeddings",
+                    model=self._served.name,
+                    is_streamed=False,
+                )
         if last is not None and last.embedding:
             return np.frombuffer(last.embedding, dtype="<f4")
         if last is not None and last.finish_reason is FinishReason.TIMEOUT:
             raise ApiError(504, "the deadline of the request has passed")
         raise self._replica.why_it_failed(request.id, last.error if last is not None else "")
-
-    def _keep_account(self, id: str, record: Record) -> None:
-        request_id = self._http.state.request_id
-        account = describe_record(record, requestId=request_id, id=id, route="embeddings", model=self._served.name)
-        self._replica.recent.add(request_id, account)
 
     def _record(self, prompt: Prompt, last: Output | None) -> Record:
         ended = last.finish_reason if last is not None and last.finish_reason is not None else FinishReason.CANCELLED

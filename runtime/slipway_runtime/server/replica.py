@@ -46,6 +46,7 @@ from slipway_runtime.server.prompt import PromptEncoder
 from slipway_runtime.server.step_watch import StepWatch
 from slipway_runtime.server.structured import GrammarValidator
 from slipway_runtime.server.text_blocks import TextBlockLog
+from slipway_runtime.server.tracing import Tracing
 from slipway_runtime.settings import SamplingDefaults
 
 log = structlog.get_logger()
@@ -117,6 +118,7 @@ class Replica:
         self.boot_id = secrets.token_hex(6)
         self.text_blocks = TextBlockLog(self.boot_id)
         self.recent = RecentRequests()
+        self.tracing: Tracing | None = None  # set where an endpoint for traces is
         self.clock = clock
         self.loaded: LoadedModel | None = None
         self.startup = StartupTimes()

@@ -18,8 +18,9 @@ from starlette.responses import JSONResponse, Response
 from slipway_api import names, stream_marks
 from slipway_api.recent_requests import MOST_FOUND
 from slipway_runtime.messages import FinishReason, Request
+from slipway_runtime.server.accounts import keep_account
 from slipway_runtime.server.errors import ApiError, unavailable
-from slipway_runtime.server.generation import Delta, Generation, Record, between, describe_record
+from slipway_runtime.server.generation import Delta, Generation, between
 from slipway_runtime.server.json_pieces import json_in_pieces
 from slipway_runtime.server.openai_types import GenerationRequest
 from slipway_runtime.server.prompt import Prompt
@@ -356,11 +357,12 @@ class ResponseBuilder:
         )
         if self._accounts < MOST_FOUND:  # a request with many prompts must not displace the others' accounts
             self._accounts += 1
-            self._keep_account(part, record)
-
-    def _keep_account(self, part: _Part, record: Record) -> None:
-        request_id, route = self._http.state.request_id, self._format.route
-        account = describe_record(
-            record, requestId=request_id, id=part.request.id, route=route, model=self._served.name
-        )
-        self._replica.recent.add(request_id, account)
+            keep_account(
+                self._replica,
+                self._http,
+                record,
+                id=part.request.id,
+                route=self._format.route,
+                model=self._served.name,
+                is_streamed=bool(self._body.stream),
+            )

@@ -405,6 +405,7 @@ def _create_of(observed: Observed, revision: Revision, assignment: Assignment, w
             node_cache=observed.defaults.node_cache,
             user=observed.defaults.pod_user,
             placement=observed.defaults.placement,
+            tracing=observed.defaults.tracing,
         )
         place = f"slot {creation.slot} of {wanted}, revision {revision.hash}"
         reason = f"created replica {name} ({place}){f': {creation.reason}' if creation.reason else ''}"

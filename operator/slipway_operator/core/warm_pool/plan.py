@@ -268,6 +268,7 @@ def _build(observed: ObservedPool, number: int, shape: Shape, access: PortAccess
         node_cache=observed.defaults.node_cache,
         user=observed.defaults.pod_user,
         placement=observed.defaults.placement,
+        tracing=observed.defaults.tracing,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from slipway_api import names
 from slipway_api.warm_pool import WarmLevel, WarmPool
-from slipway_operator.core.observed import NodeCache, PlacementDefaults, PodUser
+from slipway_operator.core.observed import NodeCache, PlacementDefaults, PodUser, TraceDefaults
 from slipway_operator.core.service.replicas.access import PortAccess
 from slipway_operator.core.service.replicas.pod import arguments, build_pod
 from slipway_operator.core.service.rollout.revision import Revision
@@ -41,6 +41,7 @@ def build_pool_pod(
     node_cache: NodeCache | None = None,
     user: PodUser | None,
     placement: PlacementDefaults,
+    tracing: TraceDefaults | None = None,
 ) -> dict[str, Any]:
     """The pod as it is sent to the API server."""
     spec, name = pool.spec, pool.metadata.name
@@ -54,7 +55,15 @@ def build_pool_pod(
         }
     )
     pod = build_pod(
-        bare, revision, slot=0, attempt=0, access=access, node_cache=node_cache, user=user, placement=placement
+        bare,
+        revision,
+        slot=0,
+        attempt=0,
+        access=access,
+        node_cache=node_cache,
+        user=user,
+        placement=placement,
+        tracing=tracing,
     )
     (server,) = pod["spec"]["containers"]
     if spec.level is WarmLevel.BOOTED:

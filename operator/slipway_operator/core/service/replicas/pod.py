@@ -16,7 +16,7 @@ from slipway_api.overlay import ContainerOverlay, PodOverlay
 from slipway_api.pod_labels import ReplicaIdentity
 from slipway_api.runtime_api import ModelSpec
 from slipway_api.runtime_spec import SpeculationMethod
-from slipway_operator.core.observed import NodeCache, PlacementDefaults, PodUser
+from slipway_operator.core.observed import NodeCache, PlacementDefaults, PodUser, TraceDefaults
 from slipway_operator.core.service import adapters
 from slipway_operator.core.service.model import model_access
 from slipway_operator.core.service.replicas import engine_pod
@@ -54,12 +54,14 @@ def build_pod(
     avoid_node: str = "",
     closed_nodes: Sequence[str] = (),
     node_cache: NodeCache | None = None,
+    tracing: TraceDefaults | None = None,
 ) -> dict[str, Any]:
     """The Pod that serves as this slot's replica; it prefers any other node to `avoid_node`, and is never placed on
     `closed_nodes`, even if it tolerates that they are cordoned.
 
     user: that of the installation's pods; None: the platform assigns it.
     placement: the installation's pull secrets, nodeSelector and tolerations; those of the template replace them.
+    tracing: where our runtime exports spans to; a variable of the same name in the template replaces it.
     """
     spec, overlay = service.spec, service.spec.template
     return {
@@ -81,7 +83,7 @@ def build_pod(
         },
         "spec": {
             "containers": [
-                _server(service, revision, access, node_cache),
+                _server(service, revision, access, node_cache, tracing),
                 *_agents(service, revision, access),
             ],
             "volumes": _volumes(service, node_cache),
@@ -124,7 +126,11 @@ def _labels(service: InferenceService, revision: Revision, slot: int, attempt: i
 
 
 def _server(
-    service: InferenceService, revision: Revision, access: PortAccess, node_cache: NodeCache | None
+    service: InferenceService,
+    revision: Revision,
+    access: PortAccess,
+    node_cache: NodeCache | None,
+    tracing: TraceDefaults | None,
 ) -> dict[str, Any]:
     overlay = _server_overlay(service.spec.template.spec)
     paths = OWN_MOUNTS | (SHARED_MEMORY if _shares_gpus(service) else {})
@@ -135,7 +141,7 @@ def _server(
         "image": revision.image,
         "imagePullPolicy": "IfNotPresent",
         **_if_any(command=process["command"], args=process["args"]),
-        "env": _environment(service, revision, overlay, access, node_cache),
+        "env": _environment(service, revision, overlay, access, node_cache, tracing),
         "ports": process["ports"],
         "volumeMounts": _merged(
             "mountPath",
@@ -278,6 +284,7 @@ def _environment(
     overlay: ContainerOverlay,
     access: PortAccess,
     node_cache: NodeCache | None,
+    tracing: TraceDefaults | None,
 ) -> list[dict[str, Any]]:
     # On shared cores OpenMP's spinning threads cost more than they bring: as many threads as the CPU limit, no more.
     threads = {"resourceFieldRef": {"containerName": names.SERVER_CONTAINER, "resource": "limits.cpu", "divisor": "1"}}
@@ -294,6 +301,7 @@ def _environment(
     sources = model_access.environment(service.spec.model, node_cache)
     if revision.engine is None:
         own += access.environment()
+        defaults += tracing.environment() if tracing is not None else []
     else:
         defaults += engine_pod.environment(service, revision.engine, revision.hash)
         sources = engine_pod.without_own_variables(sources)
