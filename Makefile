@@ -16,7 +16,7 @@ ifneq ($(origin KUBECONFIG),command line)
   override KUBECONFIG :=
 endif
 
-.PHONY: help preflight setup cluster-binary demo test test-unit test-fast test-apiserver test-cluster kernels check chart-check images-check format generate e2e e2e-containerd e2e-kind chaos bench bench-gpu up down clean
+.PHONY: help preflight setup cluster-binary demo test test-unit test-fast test-apiserver test-cluster kernels check chart-check images-check format generate e2e e2e-containerd e2e-kind chaos docs bench bench-gpu up down clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -103,6 +103,10 @@ generate: setup ## write the generated files: crds/, the chart's copy, docs/capa
 	$(BIN)/python -m tests.capabilities
 	$(BIN)/python -m tests.code_map
 
+docs: setup ## build the docs site into build/docs, and check every link and heading of it (SERVE=1 shows it on port 8001)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(if $(SERVE),serve --dev-addr 127.0.0.1:8001,build --quiet)
+	@$(if $(SERVE),,echo "The site is in build/docs. Any web server can serve it: python3 -m http.server --directory build/docs")
+
 bench: setup ## measure, and print ratios against named peers; a part that cannot run here is named at the end
 	-@$(MAKE) cluster-binary
 	-@$(BIN)/python -m bench.peers.environments
@@ -119,5 +123,5 @@ down: ## end the cluster of `make up` or `make demo KEEP=1`
 
 clean: ## leave nothing running, and remove what was made here
 	@test ! -x $(BIN)/python || $(BIN)/python -m e2e.cluster stop --all
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -169,7 +169,7 @@ class Adapters:
         if not task.done():
             return _info(Known(name=asked.name, uri=asked.uri, version=asked.version, pinned=asked.pinned)), False
         if task.cancelled():
-            raise Refusal(503, "the engine has begun anew")
+            raise Refusal(503, "the engine has started again")
         if (error := task.exception()) is not None:
             raise error
         return _info(self._known.get(asked.name, Known(name=asked.name, uri=asked.uri, state=LOADED))), True
@@ -269,7 +269,7 @@ class Adapters:
             what = f"the engine {self._dialect.engine}"
             raise Refusal(400, f"{what} takes no adapters here", reason=AdapterReason.ENGINE_REJECTED)
         if not _NAME.fullmatch(asked.name):
-            rule = "letters, digits, '.', '_' and '-', begins with a letter or digit, and has no '..' in it"
+            rule = "letters, digits, '.', '_' and '-', starts with a letter or digit, and has no '..' in it"
             raise Refusal(400, f"an adapter's name is made of {rule}", reason=AdapterReason.ENGINE_REJECTED)
         if asked.digest:
             sentence = f"its digest cannot be checked, because {self._dialect.engine} reads it by itself: name none"

@@ -65,7 +65,7 @@ class Replica:
         self._began = clock()
         self._is_started = False
         self._was_started = False  # at any time since this process began
-        self._why_not = "the engine has not been asked yet"
+        self._why_not = "the engine has not been queried yet"
         self._is_dead = False
         self._silent_since: float | None = None
         self._asleep: int | None = None  # level; 0: awake; None: not known
@@ -433,7 +433,7 @@ class Replica:
             answer = await self.engine.get(calls.state_path, seconds=self.dialect.probe.timeout_seconds)
             sleeps = answer[calls.state_field]
             if not isinstance(sleeps, bool):
-                raise EngineUnreadable(f"GET {calls.state_path}: {calls.state_field} is no boolean")
+                raise EngineUnreadable(f"GET {calls.state_path}: {calls.state_field} is not a boolean")
         except EngineRefused as error:
             self._asleep = 0 if error.status == 404 else None
         except (EngineError, KeyError, TypeError, IndexError):

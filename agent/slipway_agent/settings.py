@@ -75,7 +75,7 @@ def parse_arguments(argv: Sequence[str], environment: Mapping[str, str] = os.env
         serve.add_argument(f"--{name}", default=environment.get(variable) or otherwise, help=text)
 
     flag("engine-url", ENGINE_URL, "where the engine listens")
-    flag("host", ALL_ADDRESSES, "address of the admin port, where a token is required")
+    flag("host", ALL_ADDRESSES, "address of the admin port, which requires a token")
     flag("admin-port", str(names.ADMIN_PORT), "port of the protocol")
     flag("served-name", "", "model name of the replica; default: the engine's first")
     flag("revision", "", "revision of the replica")

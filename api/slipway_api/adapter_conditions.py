@@ -105,7 +105,7 @@ FAILURE_CAUSES: Final = {
     AdapterReason.ENGINE_REJECTED: Cause(
         "The engine refuses the adapter, or a request for it failed.",
         Helper.AUTHOR,
-        "Correct the files as the message says: the adapter has to fit its base.",
+        "Correct the files that the message names: the adapter has to fit its base.",
     ),
 }
 BASE_NOT_FOUND: Final = Cause(

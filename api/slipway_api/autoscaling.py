@@ -64,7 +64,7 @@ class Metric(Struct):
 
     type: MetricType
     """KVCacheUtilization: live share of the KV cache, mean over replicas. QueueDepth: waiting requests per replica,
-    with those that gateways hold. RunningRequests: running requests per replica. TTFTP95Seconds: 95th percentile of
+    and requests that gateways hold. RunningRequests: running requests per replica. TTFTP95Seconds: 95th percentile of
     the time to first token over the last minute, as gateways measure it; it asks for more replicas, never for fewer."""
     target: DecimalString
     """The target value, such as "0.80"."""

@@ -2,7 +2,7 @@
 
 | part     | says                                                                      | without it               |
 |----------|---------------------------------------------------------------------------|--------------------------|
-| probe    | where the engine says that it is well, and for how long it may be silent  | GET /health, 30 s        |
+| probe    | where the engine reports its health, and for how long it may be silent | GET /health, 30 s        |
 | metrics  | which Prometheus series mean what                                         | it is required           |
 | models   | where the engine lists its models and adapters                            | as OpenAI's API has it   |
 | drain    | how requests that the metrics do not show yet are counted                 | the metrics count        |
@@ -48,9 +48,9 @@ class EngineProbe(_Strict):
     start_seconds: int = Field(default=1800, ge=10, le=86400)
     """How long a start may take, with the download of the model and all compilation."""
     unready_after_seconds: int = Field(default=30, ge=1, le=3600)
-    """An engine that has been silent for so long gets no new requests."""
+    """After this time of silence an engine gets no new requests."""
     restart_after_seconds: int = Field(default=600, ge=10, le=86400)
-    """An engine that has been silent for so long is restarted."""
+    """After this time of silence an engine is restarted."""
 
 
 class Metric(_Strict):
@@ -147,7 +147,7 @@ class EngineDrain(_Strict):
     in_flight: InFlight | None = None
     """Counts beside the metrics; the larger number counts."""
     quiet_seconds: int = Field(default=2, ge=0, le=60)
-    """A drain is over when no request was seen for so long: metrics are late by a step, and by the prompt's
+    """A drain is over after this time without requests: metrics are late by a step, and by the prompt's
     tokenization."""
 
 
@@ -166,7 +166,7 @@ class AdapterCall(_Strict):
     name_field: Name = "lora_name"
     """Field with the adapter's name."""
     source_field: str = Field(default="", max_length=128)
-    """Field with the path or repository; empty where the call has none, as to unload."""
+    """Field with the path or repository; empty for calls without one, such as unload."""
     replace_field: str = Field(default="", max_length=128)
     """Field that is true when the adapter takes the place of another content of that name; empty: the agent unloads the
     old one first."""

@@ -54,8 +54,8 @@ class Condition(Struct):
     """When an entry is written, and how a value is translated."""
 
     field: FieldName | None = None
-    """Written only where the service sets this field to another value than its default; $(value) is its value. Absent:
-    always written, except where a field that its text names has no value."""
+    """Written only if the service sets this field to another value than its default; $(value) is its value. Absent:
+    always written, unless a field that its text names has no value."""
     values: Annotated[dict[str, Annotated[str, Field(max_length=256)]], Field(max_length=32)] = Field(
         default_factory=dict
     )
@@ -146,7 +146,7 @@ class EngineSpec(Struct):
     args: Annotated[tuple[Argument, ...], bounded_list(at_most=64)] = ()
     """The arguments after it; spec.runtime.args of a service come last."""
     env: Annotated[tuple[Variable, ...], bounded_list(at_most=64)] = ()
-    """Environment variables; those of a service's spec win."""
+    """Environment variables; a service's spec takes precedence."""
     ports: Annotated[tuple[Port, ...], bounded_list(at_most=8, key="name")] = ()
     """Ports beside $(ports.serving), on which the engine must listen."""
     stop_command: Annotated[tuple[TemplateText, ...], bounded_list(at_most=8)] = ()
@@ -159,7 +159,7 @@ class EngineSpec(Struct):
     dialect: Dialect | None = None
     """How the engine speaks: metrics, adapters, sleep and drain. slipway-agent gets it as it is."""
     fields: Annotated[tuple[FieldPolicy, ...], bounded_list(at_most=64, key="name")] = ()
-    """Fields of an InferenceService that no template names. One that is neither here nor in a template is refused."""
+    """Fields of an InferenceService that no template names. A field that is in neither is refused."""
 
 
 class Engine(Struct):

@@ -54,7 +54,7 @@ class Resources(Struct):
 
 
 class Drain(Struct):
-    """How a replica is drained: it gets no new requests, finishes those that it has, and only then stops."""
+    """How a replica is drained: it gets no new requests, finishes its running requests, and only then stops."""
 
     model_config = cel_rules(
         Rule(
@@ -100,7 +100,7 @@ class Fallback(Struct):
 
 
 class Hedging(Struct):
-    """A second replica is asked too when the first one is late with its first token."""
+    """A second replica gets the request too if the first token of the first replica is late."""
 
     max_prompt_tokens: int = Field(default=512, ge=1, le=8192)
     """Only streamed requests whose prompt is at most so long, estimated as four bytes a token: both replicas compute
@@ -111,7 +111,7 @@ class Routing(Struct):
     """How requests reach the replicas."""
 
     strategy: RoutingStrategy = RoutingStrategy.PREFIX_CACHE
-    """How the gateway chooses a replica. PrefixCache: the one that has the beginning of the prompt or the session in
+    """How the gateway chooses a replica. PrefixCache: the replica with the beginning of the prompt or the session in
     its cache, unless its load is too far above the least. LeastLoad: the one with the fewest outstanding tokens.
     RoundRobin: one after the other. A change takes effect immediately and restarts nothing."""
     direct_access: DirectAccess | None = None
@@ -121,7 +121,7 @@ class Routing(Struct):
     replicas."""
     request_timeout_seconds: int = Field(default=600, ge=1, le=86_400)
     """How long a request may take from its arrival at the gateway to the last byte of its answer, streamed or not: then
-    an answer that has not begun is a 504, and a stream ends. The gateway applies a change immediately."""
+    an answer that has not started is a 504, and a stream ends. The gateway applies a change immediately."""
     fallback: Fallback | None = None
     """Another service that answers when this one cannot in time. Absent: none does."""
     hedging: Hedging | None = None
@@ -176,7 +176,7 @@ class Budget(Struct):
     )
 
     max_gpus: int | None = Field(default=None, alias="maxGPUs", ge=1, le=16_000)
-    """Most GPUs of all desired replicas together. It limits autoscaling also where minReplicas or a schedule asks for
+    """Most GPUs of all desired replicas together. It limits autoscaling also if minReplicas or a schedule asks for
     more, and the number that is written through /scale; a rollout's surge comes on top. Absent: no limit."""
     gpu_hour_cost: DecimalString | None = None
     """Price of one GPU for an hour, in units of currency: status.cost and the metrics of cost follow from it. Absent:
@@ -311,7 +311,7 @@ class InferenceServiceSpec(Struct):
     rollout: Rollout = Rollout()
     """How a new revision replaces the old one."""
     drain: Drain = Drain()
-    """How a replica is drained: it gets no new requests, finishes those that it has, and only then stops."""
+    """How a replica is drained: it gets no new requests, finishes its running requests, and only then stops."""
     routing: Routing = Routing()
     """How requests reach the replicas."""
     availability: Availability = Availability()

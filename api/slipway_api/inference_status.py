@@ -48,7 +48,7 @@ class CanaryMetricStatus(Struct):
     canary: DecimalString | None = None
     """The value of the canary."""
     requests: int = Field(default=0, ge=0)
-    """Requests that the canary has answered since the step began."""
+    """Requests that the canary has answered since the step started."""
     verdict: str = Field(default="", max_length=64)
     """Passed, Failed or Inconclusive."""
 
@@ -61,7 +61,7 @@ class CanaryStatus(Struct):
     weight: int = Field(default=0, ge=0, le=100)
     """Percent of the traffic that the new revision gets."""
     started_time: Time | None = None
-    """When the present step began."""
+    """When the present step started."""
     gate: str = Field(default="", max_length=64)
     """Passed: the tests of rollout.gates are passed; absent: not yet, or there are none."""
     failures: int = Field(default=0, ge=0)
@@ -126,7 +126,7 @@ class AutoscalingStatus(Struct):
     """The number of replicas that the metrics ask for, before limits; in mode Advisory the number that Slipway would
     set."""
     limited_by: str = Field(default="", max_length=128)
-    """The limit because of which the decision differs from the recommendation; absent: none."""
+    """The limit that keeps the decision from the recommendation; absent: none."""
     active_schedule: str = Field(default="", max_length=63)
     """The schedule whose minReplicas holds now; absent: none."""
     signals: Annotated[tuple[SignalStatus, ...], bounded_list(at_most=8, key="type")] = ()
@@ -174,7 +174,7 @@ class AdaptersStatus(Struct):
     desired: int = Field(default=0, ge=0)
     """LoRAAdapters whose base is this service."""
     ready: int = Field(default=0, ge=0)
-    """Those of them that answer requests."""
+    """Number of adapters that answer requests."""
 
 
 class ModelCacheStatus(Struct):
@@ -183,7 +183,7 @@ class ModelCacheStatus(Struct):
     nodes_ready: int = Field(default=0, ge=0)
     """Nodes that have it: a pod of prePull has brought it, or a replica serves it there."""
     nodes_total: int = Field(default=0, ge=0)
-    """Nodes that should: with prePull those that replicas may run on, else those that have one. A shared claim is 1."""
+    """Nodes that should: with prePull all that replicas may run on, else nodes with a replica. A shared claim is 1."""
     bytes: int = Field(default=0, ge=0)
     """Size of the model as prePull found it; 0: not known."""
 
@@ -194,7 +194,7 @@ class ModelFacts(Struct):
     uri: str = Field(max_length=512)
     """The address that they are of."""
     hub_endpoint: str = Field(default="", max_length=256)
-    """The hub that was asked; absent: the public one."""
+    """The hub that was read; absent: the public one."""
     shape: Shape
     """The sizes."""
 
@@ -263,7 +263,7 @@ class InferenceServiceStatus(Struct):
     cost: CostStatus | None = None
     """What the service costs; absent: spec.budget has no gpuHourCost, or its replicas have no GPUs."""
     adapters: AdaptersStatus | None = None
-    """The LoRAAdapters of the service; absent: it has none."""
+    """The LoRAAdapters of the service; absent if there are no adapters."""
     model_cache: ModelCacheStatus | None = None
     """Which nodes have the model; absent: it is neither cached nor pulled before replicas start."""
     model: ModelFacts | None = None

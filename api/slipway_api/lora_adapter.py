@@ -96,7 +96,7 @@ class Placement(Struct):
     OnDemand: none, until a request for the adapter comes, which waits at the gateway while one replica loads it. A
     replica with more adapters than spec.runtime.lora.maxCPUAdapters of the base drops idle ones of this mode."""
     replicas: int | None = Field(default=None, ge=1, le=1000)
-    """Number of replicas of mode Replicas; all, where the base has fewer."""
+    """Number of replicas of mode Replicas; all, if the base has fewer."""
     pin: bool = False
     """Keep the adapter in the memory of its replicas: it is never evicted for another one."""
     priority: int = Field(default=0, ge=-1000, le=1000)

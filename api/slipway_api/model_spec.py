@@ -160,7 +160,7 @@ class Shape(Struct):
     """kv_lora_rank plus qk_rope_head_dim of latent attention (MLA): the KV cache has one vector of it for each token.
     0: the cache has keys and values."""
     parameters: int = Field(ge=1, le=100_000_000_000_000)
-    """Number of weights, such as 8030261248; of a mixture of experts, those of all experts."""
+    """Number of weights, such as 8030261248; of a mixture of experts, with all experts."""
     experts: int = Field(default=0, ge=0, le=10_000)
     """num_experts or num_local_experts of a mixture of experts; 0: a dense model."""
     experts_per_token: int = Field(default=0, ge=0, le=10_000)

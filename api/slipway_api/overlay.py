@@ -171,7 +171,7 @@ Affinity = Annotated[dict[str, Any], WithJsonSchema(_OPEN)]
 ResourceMap = Annotated[dict[str, Quantity], Field(max_length=16)]
 StringMap = Annotated[dict[str, Annotated[str, Field(max_length=1024)]], Field(max_length=64)]
 
-NO_EXTENDED_RESOURCES = "cpu, memory, ephemeral-storage and hugepages only: GPUs are asked for in spec.resources.gpu"
+NO_EXTENDED_RESOURCES = "cpu, memory, ephemeral-storage and hugepages only: request GPUs in spec.resources.gpu"
 _REQUESTS_WITHIN_LIMITS = (
     "!has(self.requests) || !has(self.limits) || self.requests.all(kind, !(kind in self.limits) || "
     "!isQuantity(string(self.requests[kind])) || !isQuantity(string(self.limits[kind])) || "
@@ -374,9 +374,9 @@ class PodOverlay(Struct):
     affinity: Affinity | None = None
     """As in a pod: kubectl explain pod.spec.affinity."""
     tolerations: Annotated[tuple[Toleration, ...], bounded_list(at_most=32)] = ()
-    """Appended to those of the pod."""
+    """Appended to the list of the pod."""
     topology_spread_constraints: Annotated[tuple[TopologySpread, ...], bounded_list(at_most=16)] = ()
-    """Appended to those of the pod."""
+    """Appended to the list of the pod."""
     priority_class_name: str | None = Field(default=None, max_length=253)
     """Priority class of the pods."""
     runtime_class_name: str | None = Field(default=None, max_length=253)

@@ -73,7 +73,7 @@ class Gates(Struct):
     smoke: Annotated[tuple[SmokeTest, ...], bounded_list(at_most=16)] = ()
     """Prompts that one ready replica of the new revision answers; one wrong answer rolls the revision back."""
     golden: GoldenGate | None = None
-    """Prompts that are asked after the smoke tests, of the new and of the stable revision; answers that are worse than
+    """Prompts that are sent after the smoke tests, to the new and to the stable revision; answers that are worse than
     the limits allow roll the revision back."""
 
 
@@ -97,7 +97,7 @@ class CanaryStep(Struct):
     set_weight: int | None = Field(default=None, ge=1, le=100)
     """Percent of the traffic for the canary; reached when as many of its replicas are ready as that takes."""
     pause_seconds: int | None = Field(default=None, ge=1, le=604_800)
-    """Wait for so long."""
+    """Seconds to wait."""
     analyze: Analyze | None = None
     """Wait until the analysis passes: `analyze: {}`."""
 
@@ -117,7 +117,7 @@ class AnalysisMetric(Struct):
         Rule("(self.type == 'ErrorRate') == has(self.max)", "ErrorRate needs max, and no other metric has it", ".max"),
         Rule(
             "(self.type != 'ErrorRate') == has(self.maxRegressionPercent)",
-            "TTFTP95 and ITLP95 need maxRegressionPercent, and ErrorRate has none",
+            "TTFTP95 and ITLP95 need maxRegressionPercent, and ErrorRate must not have it",
             ".maxRegressionPercent",
         ),
         decimal_rule("max", "value < 1.0", 'max is a share of the requests, such as "0.01": below 1'),
@@ -149,7 +149,7 @@ class Analysis(Struct):
     interval_seconds: int = Field(default=30, ge=5, le=3600)
     """Shortest time of a step before its first verdict, and between two failures that count."""
     min_requests: int = Field(default=100, ge=10, le=1_000_000)
-    """Nothing is decided on fewer requests answered by the canary since the step began."""
+    """Nothing is decided on fewer requests answered by the canary since the step started."""
     failure_limit: int = Field(default=2, ge=1, le=100)
     """Failures of one step after which the canary has failed."""
     on_inconclusive: OnInconclusive = OnInconclusive.PAUSE
@@ -234,7 +234,7 @@ class Rollout(Struct):
     gates: Gates | None = None
     """Tests that a new revision passes before it gets any traffic."""
     paused: bool = False
-    """True: the rollout does not go on; what it has reached stays, and lost replicas are replaced."""
+    """True: the rollout stops where it is, and lost replicas are replaced."""
     progress_deadline_seconds: int = Field(default=1800, ge=30, le=86_400)
     """A rollout without progress for this long is reported as Stalled."""
     revision_history_limit: int = Field(default=5, ge=0, le=5)

@@ -212,4 +212,4 @@ class Runtime(Struct):
     """When a service without runtime.image takes the image of a newer installation. OnSpecChange: with the next new
     revision. Auto: immediately. Window: in upgradeWindow. The upgrade is a rollout by spec.rollout, with its gates."""
     upgrade_window: UpgradeWindow | None = None
-    """When an upgrade may begin; only with upgradePolicy Window."""
+    """When an upgrade may start; only with upgradePolicy Window."""

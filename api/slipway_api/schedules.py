@@ -73,7 +73,7 @@ def checked_time_zone(name: str) -> str:
 def checked_expression(expression: str) -> str:
     """A cron expression; raises ValueError where it never starts."""
     if not _occurs_at_all(expression):
-        raise ValueError(f"{expression!r} is no cron expression that ever starts")
+        raise ValueError(f"{expression!r} is not a cron expression that ever starts")
     return expression
 
 

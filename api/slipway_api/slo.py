@@ -38,7 +38,7 @@ class SLO(Struct):
     ttft_p95_seconds: DecimalString | None = None
     """95 percent of streams have their first token within this time of the request's arrival. Absent: no limit."""
     itl_p95_seconds: DecimalString | None = None
-    """95 percent of tokens follow the one before within this time. Absent: no limit."""
+    """95 percent of tokens follow the previous token within this time. Absent: no limit."""
     max_error_percent: DecimalString | None = None
     """Most percent of requests that may fail within an hour before condition WithinSLO is False. Absent: only the error
     budget and its burn rate count."""
@@ -48,7 +48,7 @@ class SLOPeriod(Struct):
     """The requests of one part of the window."""
 
     start_time: Time
-    """When it began."""
+    """When it started."""
     requests: int = Field(default=0, ge=0)
     """Requests that succeeded or failed."""
     failed: int = Field(default=0, ge=0)
@@ -83,7 +83,7 @@ class CostStatus(Struct):
     """What the service costs, by budget.gpuHourCost."""
 
     gpus: int = Field(default=0, ge=0)
-    """GPUs that replicas hold, those that load or drain included."""
+    """GPUs that replicas hold, loading and draining replicas included."""
     per_hour: DecimalString | None = None
     """Price of these GPUs for an hour."""
     per_million_output_tokens: DecimalString | None = None

@@ -72,7 +72,7 @@ STALLED_CAUSES: Final = {
         "Check the network of the nodes, spec.model.network and spec.model.uri.",
     ),
     Reason.NO_SUITABLE_NODE: Cause(
-        "No node has so many GPUs, or of this product, used or free; the message names both.",
+        "No node has that number of GPUs, or this product, used or free; the message names both.",
         Helper.AUTHOR,
         "Request fewer GPUs or another product, or add such a node.",
     ),
@@ -94,7 +94,7 @@ STALLED_CAUSES: Final = {
     Reason.ENGINE_NOT_FOUND: Cause(
         "The Engine that spec.runtime.engine names does not exist, or cannot be read; replicas stay.",
         Helper.AUTHOR,
-        "Correct spec.runtime.engine, or create or correct the Engine; the message names those that exist.",
+        "Correct spec.runtime.engine, or create or correct the Engine; the message names the existing ones.",
     ),
     Reason.REVISION_MISSING: Cause(
         "The ControllerRevision of a revision is missing or unreadable: the rollout is held.",

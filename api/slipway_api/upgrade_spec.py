@@ -24,7 +24,7 @@ class UpgradeWindow(Struct):
     time_zone: str = Field(default="UTC", pattern=TIME_ZONE_PATTERN, max_length=64)
     """Time zone of the schedule, such as Europe/Berlin; changes of daylight saving time are followed."""
     duration_seconds: int = Field(default=3600, ge=60, le=604_800)
-    """How long the window stays open after each start. A rollout that began in it goes on after it."""
+    """How long the window stays open after each start. A rollout that starts in it continues after it."""
 
     @field_validator("time_zone")
     @classmethod

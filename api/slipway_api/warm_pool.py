@@ -30,7 +30,7 @@ class WarmLevel(StrEnum):
 
 
 class Autosize(Struct):
-    """The number of pods follows how fast pods of the pool are asked for."""
+    """The number of pods follows the rate at which pods of the pool are requested."""
 
     model_config = cel_rules(Rule("self.min <= self.max", "min must not be above max", ".min"))
 
@@ -39,7 +39,7 @@ class Autosize(Struct):
     max: int = Field(ge=1, le=1000)
     """Most pods."""
     cover_seconds: int = Field(default=120, ge=10, le=3600)
-    """The pods must last for so long at the fastest pace of the last hour: the time in which a used pod is replaced."""
+    """Seconds that the pods must last at the fastest pace of the last hour: the time to replace a used pod."""
 
 
 class Refill(Struct):
@@ -52,14 +52,14 @@ class Refill(Struct):
 
 
 class WarmPoolSpec(Struct):
-    """The desired state of the pool: how many pods, of which shape, started how far."""
+    """The desired state of the pool: number, shape and level of its pods."""
 
     model_config = cel_rules(
         Rule("has(self.size) != has(self.autosize)", "set either size or autosize"),
         Rule(
             "self.level == 'Booted' ? !has(self.models) || size(self.models) == 0"
             " : has(self.models) && size(self.models) == 1",
-            "levels Sleeping and Loaded need one entry in models, and level Booted has none",
+            "levels Sleeping and Loaded need one entry in models, and level Booted must not have one",
             ".models",
         ),
         Rule(
@@ -93,7 +93,7 @@ class WarmPoolSpec(Struct):
     size: int | None = Field(default=None, ge=0, le=1000)
     """Number of pods that wait for a claim."""
     autosize: Autosize | None = None
-    """The number of pods follows how fast pods of the pool are asked for; instead of size."""
+    """The number of pods follows the rate at which pods of the pool are requested; instead of size."""
     level: WarmLevel = WarmLevel.BOOTED
     """Booted: the image is pulled, the process runs, torch and the kernels are loaded, and no model is. Sleeping: the
     model is loaded, and its weights wait in host memory; on a GPU its memory is free, though the pod holds the GPU.
@@ -118,7 +118,7 @@ class WarmPoolSpec(Struct):
     """A replica that has been claimed so often is deleted after its drain. Others return to the pool when their service
     scales down or is deleted, and the pool has fewer pods than it should. 1: none returns."""
     recycle_after_seconds: int | None = Field(default=None, ge=60)
-    """Replace a waiting pod that was created so long ago, one at a time. Absent: age is no reason."""
+    """Age at which a waiting pod is replaced, one pod at a time. Absent: age does not replace pods."""
     suspend: bool = False
     """Delete the waiting pods, and start none. Claimed pods are replicas and stay."""
 
@@ -203,7 +203,7 @@ class WarmPool(Struct):
     kind: str = "WarmPool"
     metadata: ObjectMeta
     spec: WarmPoolSpec
-    """The desired state of the pool: how many pods, of which shape, started how far."""
+    """The desired state of the pool: number, shape and level of its pods."""
     status: WarmPoolStatus = WarmPoolStatus()
     """The state of the pool that the operator last observed."""
 

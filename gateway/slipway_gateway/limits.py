@@ -158,7 +158,7 @@ class Limits:
         """The request has ended and used so many tokens: what it reserved beyond them is free again."""
         usage = self.usage(tenant.label)
         usage.open -= 1
-        assert usage.open >= 0, "more requests ended than began"
+        assert usage.open >= 0, "more requests ended than started"
         if tenant.tokens_per_minute is None:
             return
         if used_tokens < grant.tokens:

@@ -20,5 +20,5 @@ def decoded(secret: Mapping[str, Any], name: str) -> dict[str, str]:
     except (binascii.Error, UnicodeDecodeError) as exc:
         raise CredentialsInvalid(f"a key of the Secret {name} is not text") from exc
     if not found:
-        raise CredentialsInvalid(f"the Secret {name} has none of the keys {', '.join(names.CREDENTIALS)}")
+        raise CredentialsInvalid(f"the Secret {name} contains none of the keys {', '.join(names.CREDENTIALS)}")
     return found

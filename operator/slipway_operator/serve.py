@@ -38,7 +38,7 @@ from slipway_operator.settings import OperatorSettings, explain
 log = structlog.get_logger()
 
 HELP = """\
-Runs InferenceServices as pods. Needs credentials for a Kubernetes API server: those of its own pod, else KUBECONFIG.
+Runs InferenceServices as pods. Credentials for the Kubernetes API server: the account of its own pod, else KUBECONFIG.
 
 environment:
   SLIPWAY_NAMESPACE         namespace of the release and of its Lease (slipway-system)
@@ -48,7 +48,7 @@ environment:
   SLIPWAY_RUNTIME_IMAGE     image of runtimes whose service names none
   SLIPWAY_AGENT_IMAGE       image of slipway-agent, which stands beside other engines than the runtime
   SLIPWAY_GATEWAY_URL       base URL of the gateway, for status.url
-  SLIPWAY_TENANTS           true: the gateway has tenants, to each of which a name may mean another service (false)
+  SLIPWAY_TENANTS           true: the gateway has tenants; a name may mean another service to each of them (false)
   SLIPWAY_MASTER_DIR        folder with the admin masters: current, and previous while rotating (/etc/slipway/admin)
   SLIPWAY_GATEWAY_KEY_DIR   folder with the gateway's key, likewise (/etc/slipway/gateway)
   SLIPWAY_GATEWAY_SELECTOR  labels of the gateways' pods in SLIPWAY_NAMESPACE; the operator reads their demand

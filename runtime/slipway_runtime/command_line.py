@@ -187,7 +187,7 @@ def parser() -> argparse.ArgumentParser:
         help="load the model, and answer no request before POST /model; sleeping: with the weights in host memory",
     )
     serve.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its first token")
-    serve.add_argument("--no-overlap", action="store_true", help="plan each step only when the one before is done")
+    serve.add_argument("--no-overlap", action="store_true", help="plan each step only when the previous step is done")
     serve.add_argument("--in-process", action="store_true", help="run the engine in a thread of this process")
 
     drain = verbs.add_parser("drain", help="ask the replica in this pod to finish what it has; returns when it has")

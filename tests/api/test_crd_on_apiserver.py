@@ -228,7 +228,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "GPUs as an extended resource of the container",
         {"resources": {"limits": {"nvidia.com/gpu": 1}}},
-        "GPUs are asked for in spec.resources.gpu",
+        "request GPUs in spec.resources.gpu",
     ),
     (
         "a request above its limit",

@@ -30,12 +30,19 @@ ON_THE_API_SERVER: tuple[Block, ...] = (
     ("docs/rollouts.md", "kubectl apply -f examples/canary.yaml"),
     ("docs/slo-and-cost.md", "kubectl apply -f examples/objectives.yaml"),
     ("docs/install.md", "kubectl create secret generic hf "),
+    ("docs/quickstart.md", "kubectl apply -f examples/cpu.yaml"),
+    ("docs/quickstart.md", "kubectl scale infsvc cpu "),
+    ("docs/troubleshooting.md", "kubectl describe infsvc chat"),
+    ("docs/backup.md", "kubectl get infsvc,lora,wpool,engines "),
+    ("docs/quickstart.md", "kubectl delete infsvc cpu"),
+    ("docs/backup.md", "kubectl apply --server-side -f slipway-objects.json"),
 )
 HELM = "helm upgrade --install slipway "
 # In this order, as one release: an installation, its changes, and the objects that each block names.
 WITH_HELM: tuple[Block, ...] = (
     ("README.md", HELM),
     ("docs/install.md", HELM),
+    ("docs/quickstart.md", HELM),
     ("docs/gateway.md", 'key="sk-$(openssl '),
     ("docs/observability.md", "helm upgrade slipway "),
     ("charts/slipway/README.md", HELM),
@@ -44,6 +51,7 @@ SERVE = ".venv/bin/slipway-runtime serve models/tiny"
 # Each server of a page, and the blocks that ask it.
 WITH_THE_RUNTIME: Mapping[Block, tuple[Block, ...]] = {
     ("README.md", f"{SERVE} --port 8000"): (),
+    ("docs/quickstart.md", f"{SERVE} --port 8000"): (("docs/quickstart.md", "curl -sS localhost:8000/"),),
     ("docs/serving.md", f"{SERVE} --max-adapters"): (("docs/serving.md", "curl localhost:8000/"),),
     ("docs/serving.md", f"{SERVE} --task embed"): (),  # its block asks it, too
 }
@@ -52,6 +60,11 @@ DOCKER = "needs Docker"
 INSTEAD_OF_RUNNING: Mapping[Block, str] = {
     ("README.md", "make demo"): A_CLUSTER,
     ("README.md", "make test"): "runs these tests",
+    ("docs/quickstart.md", "make demo KEEP=1"): A_CLUSTER,
+    (
+        "docs/quickstart.md",
+        "kubectl wait infsvc/cpu ",
+    ): "needs a replica that runs: the stories wait and ask",
     ("docs/cli.md", "kubectl slipway routes chat "): "needs the CRDs of the Gateway API, and a status with weights",
     ("docs/install.md", "export REGISTRY="): DOCKER,
     ("docs/install.md", "make e2e-kind"): DOCKER,

@@ -102,7 +102,7 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        assert all(stops), "an empty stop string would end every answer before it begins"
+        assert all(stops), "an empty stop string would end every answer before it starts"
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._borders = [_borders(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)  # of each stop string, so many characters end the text

@@ -175,7 +175,7 @@ class GrammarCompiler:
         """The Lark form of a grammar in Lark or in GBNF, which other servers accept."""
         if text.lstrip().startswith("{"):
             # llguidance would read its own JSON form here, in which a schema has none of our limits.
-            raise GrammarRefusedError("a grammar is written in Lark or GBNF, and neither begins with {")
+            raise GrammarRefusedError("a grammar is written in Lark or GBNF, and neither starts with {")
         if not _OF_GBNF.search(text):
             own, schemas = _without_schemas(text)
             self._count_rules(own, ":")  # a colon in a string counts too, because only a parser could tell

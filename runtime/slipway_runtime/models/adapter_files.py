@@ -47,7 +47,7 @@ def check_adapter_name(name: str) -> None:
     """Raise AdapterRefusedError for an invalid name: names appear in URLs, metrics and logs."""
     if not _NAME.fullmatch(name) or ".." in name:
         raise AdapterRefusedError(
-            "an adapter's name is made of letters, digits, '.', '_' and '-', begins with a letter or digit, has no "
+            "an adapter's name is made of letters, digits, '.', '_' and '-', starts with a letter or digit, has no "
             "'..' in it, and is at most 253 characters long"
         )
 

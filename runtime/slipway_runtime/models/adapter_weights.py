@@ -215,5 +215,5 @@ def _checked(
                 f"lora_{half} of {module} has the shape {tuple(tensor.shape)}; rank {rank} asks for {expected}"
             )
         if not bool(tensor.isfinite().all()):
-            raise AdapterRefusedError(f"lora_{half} of {module} holds values that are no numbers")
+            raise AdapterRefusedError(f"lora_{half} of {module} has NaN or infinite values")
     return a, b

@@ -109,7 +109,7 @@ def _groups(keys: MoeKeys, raw: dict[str, Any], count: int, per_token: int) -> t
     chosen = whole(raw, "topk_group", at_most=_MOST_EXPERTS)
     if count % groups or chosen > groups or per_token > chosen * (count // groups):
         raise ModelRefusedError(
-            f"config.json: {count} experts in n_group {groups}, of which a token has topk_group {chosen}, do not give "
+            f"config.json: {count} experts in n_group {groups}, and a token has topk_group {chosen}, do not give "
             f"it {per_token} experts"
         )
     return groups, chosen

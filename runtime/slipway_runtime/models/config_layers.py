@@ -120,7 +120,7 @@ def sliding_layers(model_type: str, raw: dict[str, Any], layers: int) -> tuple[i
             raise ModelRefusedError(f"config.json: a {model_type} model whose layer_types mix windows is not supported")
         return window, frozenset(range(layers))
     if model_type not in _WINDOW_SOMEWHERE:
-        raise ModelRefusedError(f"config.json: sliding_window is {window}; {model_type} models have none")
+        raise ModelRefusedError(f"config.json: sliding_window is {window}; {model_type} models have no window")
     if kinds is not None:
         sliding = frozenset(index for index, kind in enumerate(kinds) if kind == "sliding_attention")
     elif model_type == "smollm3":

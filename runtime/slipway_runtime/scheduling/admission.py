@@ -57,7 +57,7 @@ def refuse_impossible(request: Request, facts: EngineFacts) -> None:
             f"the prompt has {length} tokens; this model takes {facts.max_model_len} tokens, prompt and output together"
         )
     if request.n < 1 or (request.n > 1 and request.output_token_ids):
-        raise Refused(f"n is {request.n}: at least 1, and 1 for an answer that was begun elsewhere")
+        raise Refused(f"n is {request.n}: at least 1, and 1 for an answer that was started elsewhere")
     if request.params.max_tokens < 1:
         raise Refused(f"max_tokens is {request.params.max_tokens}: at least 1 is needed")
     refuse_out_of_range(request, facts)

@@ -87,7 +87,7 @@ class AdapterSource:
                 return FetchedAdapter(path, adapter_digest(path, self._roots), is_fetched=False)
             if uri.partition("://")[0] not in SCHEMES:
                 known = ", ".join(f"{each}://" for each in ("file", *SCHEMES))
-                raise ApiError(400, f"the address begins with none of {known}", param="lora_path")
+                raise ApiError(400, f"the address starts with none of {known}", param="lora_path")
             path = self._fetch(uri, from_client, credentials or {})
             try:
                 return FetchedAdapter(path, adapter_digest(path), is_fetched=True)

@@ -219,7 +219,7 @@ async def listening(app: ASGIApp, host: str, port: int) -> AsyncIterator[int]:
         while not server.started:
             if task.done():
                 task.result()
-                raise RuntimeError(f"the server on port {port} ended before it began")
+                raise RuntimeError(f"the server on port {port} ended before it started")
             await asyncio.sleep(0.005)
         await _build_routes(app)
         yield sockets[0].getsockname()[1]

@@ -162,4 +162,4 @@ def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(_word: str) -> NoReturn:
-    raise ApiError(400, "the body is not valid JSON: NaN and Infinity are no numbers there")
+    raise ApiError(400, "the body is not valid JSON: it does not allow NaN and Infinity")

@@ -236,7 +236,7 @@ def install(app: FastAPI) -> None:
 
     async def unexpected(request: Request, error: Exception) -> Response:
         log.error("request failed", exc_info=error)
-        return answer(request, ApiError(500, "the server failed; its log says why"))
+        return answer(request, ApiError(500, "the server failed; the cause is in its log"))
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(RequestValidationError, validation)

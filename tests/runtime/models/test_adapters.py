@@ -131,7 +131,7 @@ def test_a_description_that_cannot_be_honoured_is_refused(config, sentence, base
         (lambda t: t.update({Q0 + "A.weight": torch.ones(3, 48)}), {}, r"shape \(3, 48\); rank 4 asks for \(4, 48\)"),
         (lambda t: t.update({Q0 + "A.weight": torch.ones(4 * 48)}), {}, r"has the shape \(192,\)"),
         (lambda t: t.update({Q0 + "A.weight": torch.ones(4, 48).int()}), {}, "holds torch.int32"),
-        (lambda t: t.update({Q0 + "A.weight": torch.full((4, 48), torch.nan)}), {}, "values that are no numbers"),
+        (lambda t: t.update({Q0 + "A.weight": torch.full((4, 48), torch.nan)}), {}, "has NaN or infinite values"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(tensors, config, sentence, base, folder):

@@ -69,7 +69,7 @@ def test_old_and_new_spellings_of_rope_mean_the_same():
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer"),
         ({"layer_types": ["full_attention"]}, "layer_types does not name each of the 2 layers"),
-        ({"sliding_window": 64}, "sliding_window is 64; llama models have none"),
+        ({"sliding_window": 64}, "sliding_window is 64; llama models have no window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "has sliding_attention, and there is no sliding_"),
         (
             {"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},

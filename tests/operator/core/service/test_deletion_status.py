@@ -57,7 +57,7 @@ def test_refused_tokens_refused_writes_and_finalizers_of_others_are_named():
 
     assert "slipway-admin-master" in refused
     assert "the API server refuses DrainPod chat-0: no right" in refused
-    assert held == "Being deleted: waiting for those who set the finalizers example.com/theirs"
+    assert held == "Being deleted: waiting for the owners of the finalizers example.com/theirs"
 
 
 def test_a_long_drain_writes_its_status_once():

@@ -35,7 +35,7 @@ def test_a_suspended_service_drains_every_replica_and_keeps_its_streams_until_th
     assert (world.condition("Ready").status, world.condition("Ready").reason) == ("True", "ScaledToZero")
     assert world.condition("Reconciling") is None
     assert [one.message for one in world.events if one.reason == "Suspended"] == [
-        "3→0: spec.suspend is true: no replica is started, and those that serve drain"
+        "3→0: spec.suspend is true: no replica is started, and serving replicas drain"
     ]
     assert "ScaledDown" not in world.event_reasons()
     before = world.writes

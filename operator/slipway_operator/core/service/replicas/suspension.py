@@ -19,7 +19,7 @@ from slipway_api.inference_status import InferenceServiceStatus
 from slipway_operator.core.actions import Event
 from slipway_operator.core.health import Member
 
-SUSPENDED: Final = "spec.suspend is true: no replica is started, and those that serve drain"
+SUSPENDED: Final = "spec.suspend is true: no replica is started, and serving replicas drain"
 
 
 def is_suspended(status: InferenceServiceStatus) -> bool:

@@ -267,7 +267,7 @@ def _common_step(observed: Observed, members: Sequence[Member], between: Revisio
 def _not_begun(
     observed: Observed, members: Sequence[Member], target: Target, between: Revisions, desired: int, pause: str
 ) -> Rolling:
-    """A rollout that is paused before it began: the stable revision serves, and is kept whole."""
+    """A rollout that is paused before it started: the stable revision serves, and is kept whole."""
     step = rollout.split_step(
         members,
         revisions=between,
@@ -280,7 +280,7 @@ def _not_begun(
         recorded=_recorded_weights(observed),
         is_finished=False,
     )
-    holds = f"paused by {pause} before it began"
+    holds = f"paused by {pause} before it started"
     return Rolling(step=step, progress=Progress(holds=holds), failed_revision=target.failed)
 
 

@@ -69,7 +69,7 @@ def choose_revision(
     if spec.upgrade_policy is UpgradePolicy.WINDOW and spec.upgrade_window:
         is_open, opens_at = _look_at(spec.upgrade_window, now)
         if not is_open:
-            return wait("upgradePolicy Window: it begins when upgradeWindow opens", opens_at)
+            return wait("upgradePolicy Window: it starts when upgradeWindow opens", opens_at)
     return Asked(revision=upgraded(service, offered))
 
 

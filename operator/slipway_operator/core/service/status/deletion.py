@@ -67,7 +67,7 @@ def _waits_for(observed: Observed, members: Sequence[Member]) -> str:
     sentences += [f"the API server refuses {one.action}: {one.message}" for one in observed.failures]
     others = [one for one in observed.service.metadata.finalizers if one != names.FINALIZER]
     if not draining and not ending and others:
-        sentences.append(f"waiting for those who set the finalizers {_listed(others)}")
+        sentences.append(f"waiting for the owners of the finalizers {_listed(others)}")
     return "Being deleted: " + ("; ".join(sentences) or "no replica is left")
 
 

@@ -276,7 +276,7 @@ def _burning(slo: SLO, burn: Burn, found: ServiceLevels) -> str:
 def _bad_of(level: Level) -> str:
     nouns = {
         Objective.ERROR_RATE: "requests failed",
-        Objective.TTFT_P95: "streams began late",
+        Objective.TTFT_P95: "streams started late",
         Objective.ITL_P95: "requests had late tokens",
     }
     return f"{level.objective} {level.bad:.0f} of {level.observations:.0f} {nouns[level.objective]}"
