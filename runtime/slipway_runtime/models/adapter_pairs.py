@@ -6,6 +6,7 @@ Names of merged matrices become those of their parts, and matrices of experts ar
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 from torch import Tensor
@@ -50,8 +51,8 @@ def pairs_of(tensors: Mapping[str, Tensor], said: AdapterConfig, config: ModelCo
             _check_known(name, [module], known, config)
             if meaning.expert >= known[module].experts:
                 raise AdapterRefusedError(
-                    f"the adapter was made for another base model: it changes {name[:200]}, and a layer has the experts "
-                    f"0 to {known[module].experts - 1} here"
+                    f"the adapter was made for another base model: it changes {name[:200]}, and a layer has the "
+                    f"experts 0 to {known[module].experts - 1} here"
                 )
             experts.setdefault(module, {})[meaning.expert] = _checked(name, both, said, known[module])
         else:
@@ -124,7 +125,8 @@ def _parts(
     _check_known(name, parts, known, config)
     sizes = [known[part].out_size for part in parts]
     a, b = _checked(name, both, said, Module(sum(sizes), known[parts[0]].in_size, known[parts[0]].kind))
-    return {part: (a, own) for part, own in zip(parts, b.split(sizes, dim=-1), strict=True)}
+    starts = accumulate(sizes[:-1], initial=0)
+    return {part: (a, b[..., start : start + known[part].out_size]) for part, start in zip(parts, starts, strict=True)}
 
 
 def _checked(name: str, both: dict[str, Tensor], said: AdapterConfig, module: Module) -> Pair:

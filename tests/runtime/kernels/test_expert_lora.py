@@ -60,7 +60,7 @@ def test_tokens_with_an_adapter_are_computed_as_by_merged_matrices(form, ranks, 
     assert not lora.slots
 
 
-@pytest.mark.capability("ML-11", "DT-1")
+@pytest.mark.capability("ML-11", "API-19")
 def test_with_tiles_a_row_does_not_depend_on_the_others():
     torch.manual_seed(5)
     lora, _ = a_slot((RANK, RANK, RANK), tile=16)
