@@ -33,7 +33,8 @@ class ScoreHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Scores between 0 and 1. hidden: (R, H), normed, float32 -> (R, 1)."""
-        return torch.sigmoid(hidden @ self.weight.T)
+        # Not a matrix product: with that, a row's last bits would depend on the other rows of the step.
+        return torch.sigmoid((hidden * self.weight).sum(-1, keepdim=True))
 
 
 def read_score_head(
@@ -67,9 +68,11 @@ def _of_tokens(model_path: Path, config: ModelConfig, checkpoint: Checkpoint, pa
     if config.logit_softcap is not None:
         raise ModelRefusedError(f"{config.model_type} models cap their logits: two tokens cannot give a score")
     tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))
-    ids = [tokenizer.token_to_id(token) for token in pair]
-    if None in ids:
-        raise ModelRefusedError(f"the vocabulary has no token {pair[ids.index(None)]!r}, which score_tokens names")
+    ids: list[int] = []
+    for token in pair:
+        if (index := tokenizer.token_to_id(token)) is None:
+            raise ModelRefusedError(f"the vocabulary has no token {token!r}, which score_tokens names")
+        ids.append(index)
     name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
     rows = [
         checkpoint.take(name, config.vocab_size, config.hidden_size, rows=slice(index, index + 1), dtype=torch.float32)
@@ -79,9 +82,7 @@ def _of_tokens(model_path: Path, config: ModelConfig, checkpoint: Checkpoint, pa
 
 
 def _of_matrix(raw: dict[str, Any], config: ModelConfig, checkpoint: Checkpoint) -> Tensor:
-    labels = len(raw.get("id2label") or ()) or raw.get(
-        "num_labels", 2
-    )  # transformers writes id2label, unless it is two
+    labels = len(raw.get("id2label") or ()) or raw.get("num_labels", 2)  # transformers' default
     if labels != 1:
         raise ModelRefusedError(
             f"config.json: the model classifies into {labels} labels; this engine scores with one (id2label)"

@@ -250,7 +250,8 @@ class ChatTemplate:
     def render_pair(self, query: str, document: str) -> str:
         """Render a query and a document; raises ApiError 400 if the template refuses them."""
         messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
-        return self._rendered({**self._special_tokens, "messages": messages, "add_generation_prompt": True})
+        variables = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+        return self._rendered({**self._special_tokens, **variables})
 
     def _with_written_calls(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message whose calls are a part of its text, because the template would leave them out."""
