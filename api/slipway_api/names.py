@@ -124,6 +124,10 @@ ENV_ADMIN_TOKEN_SHA256: Final = "SLIPWAY_ADMIN_TOKEN_SHA256"  # noqa: S105  the 
 ENV_GATEWAY_TOKEN_SHA256: Final = "SLIPWAY_GATEWAY_TOKEN_SHA256"  # noqa: S105  the name of a variable
 ENV_TOKENS: Final = frozenset({ENV_ADMIN_TOKEN_SHA256, ENV_GATEWAY_TOKEN_SHA256})
 
+# Of the serving port: scores of texts and reranking, under vLLM's, Jina's and Cohere's paths.
+SCORE_PATHS: Final = ("/v1/score", "/score")
+RERANK_PATHS: Final = ("/v1/rerank", "/rerank", "/v2/rerank")
+
 # Paths of the admin port.
 PATH_READY: Final = "/ready"
 # Of PATH_READY: how long the answer of a process that starts may wait for it to be ready.

@@ -17,6 +17,8 @@ from slipway_api.names import (
     PATH_OUTCOMES,
     PATH_READY,
     PATH_REQUESTS,
+    RERANK_PATHS,
+    SCORE_PATHS,
 )
 from slipway_api.recent_requests import INVALID_ID, REQUEST_ID
 from slipway_api.words import count
@@ -33,7 +35,9 @@ from slipway_gateway.requests import Requests
 from slipway_gateway.tenancy import Tenancy
 
 # An allow-list: whatever else a runtime serves, it does not serve it to the world through us.
-SERVING_PATHS: Final = (*GENERATING_PATHS, *COUNTING_PATHS, "/v1/embeddings", "/tokenize", "/detokenize")
+SERVING_PATHS: Final = (
+    *GENERATING_PATHS, *COUNTING_PATHS, "/v1/embeddings", *SCORE_PATHS, *RERANK_PATHS, "/tokenize", "/detokenize"
+)  # fmt: skip
 MODELS_PATH: Final = "/v1/models"
 PATH_ROUTES: Final = "/debug/routes"
 

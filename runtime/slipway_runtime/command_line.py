@@ -95,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
         "--kv-cache-dtype", type=_own_name, choices=("", *KVDtype), default="", help="number format of the KV cache"
     )
     serve.add_argument("--task", choices=("", *Task), default="", help="generate text, or compute embeddings only")
+    serve.add_argument("--score-tokens", metavar="NO,YES", default="", help="a reranker's score: of its two tokens")
     serve.add_argument("--pooling", choices=("", *Pooling), default="", help="of embeddings; auto: the checkpoint's")
     serve.add_argument("--deterministic", action="store_true", help="the same tokens alone and in any batch")
     serve.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")

@@ -175,6 +175,7 @@ def engine_options(settings: RuntimeSettings, fetched: Fetched) -> EngineOptions
         max_cpu_adapters=settings.max_cpu_adapters,
         max_rank=settings.max_rank,
         prefix_caching=not settings.no_prefix_caching,
+        score_tokens=settings.score_tokens,
         pooling=_POOLING[settings.pooling] if settings.task is Task.EMBED else "",
         overlap=False if settings.no_overlap else None,
         tenant_weights=dict(settings.tenant_weights),

@@ -90,7 +90,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: tuple[TokenLogprobs, ...] = ()  # parallel to token_ids, when they were asked for
     # Set on the first Output when asked for; the first token of a prompt has none.
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    embedding: bytes = b""  # float32, of length 1: set on the only Output of an engine that computes embeddings
+    embedding: bytes = b""  # float32, of length 1, or a score: on the only Output of an engine that embeds or scores
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; set on the first Output
     draft_tokens: int = 0  # that were verified in the step
     accepted_tokens: int = 0  # of these; after them comes one more token
@@ -182,8 +182,9 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     speculation: str = "none"
     host_blocks: int = 0  # KV blocks that fit in host memory, beside the pool; 0: cold prefixes are dropped
     warnings: tuple[str, ...] = ()  # sentences: settings that lower the quality of the loaded model
-    pooling: str = ""  # of an engine that computes embeddings: last or mean; empty: it generates text
+    pooling: str = ""  # of an engine that computes embeddings: last or mean, or score; empty: it generates text
     embedding_size: int = 0
+    score_tokens: tuple[str, ...] = ()  # of a reranker that answers no or yes; its pooling is "score"
     is_matryoshka: bool = False  # embeddings may be cut to fewer dimensions
     matryoshka_dimensions: tuple[int, ...] = ()  # to these only; empty: to any
     graphs_failed: str = ""  # a sentence: why the capture of CUDA graphs failed; empty: it did not

@@ -151,6 +151,7 @@ class RuntimeSettings:
     kv_cache_dtype: str = "auto"  # auto, fp8 or int8; auto: the dtype of the computation
     task: Task = Task.GENERATE
     pooling: Pooling = Pooling.AUTO  # of embeddings
+    score_tokens: str = ""  # "no,yes": the tokens by whose logits a reranker that generates one scores
     deterministic: bool = False
     device: str = "auto"  # auto, cpu or cuda; auto: a GPU if there is one
     tensor_parallel_size: int = 1  # GPUs, or processes on a CPU, that share the model
@@ -247,6 +248,10 @@ class RuntimeSettings:
             )
         if self.task is not Task.EMBED and self.pooling is not Pooling.AUTO:
             raise ValueError(f"--pooling {self.pooling} needs --task {Task.EMBED}")
+        if self.score_tokens and (self.task is not Task.EMBED or self.pooling is not Pooling.AUTO):
+            raise ValueError(
+                f"--score-tokens {self.score_tokens} needs --task {Task.EMBED} and --pooling {Pooling.AUTO}"
+            )
         if self.task is Task.EMBED and self.speculation != "none":
             raise ValueError(f"--task {Task.EMBED} computes prompts only: --speculation makes no sense with it")
         if self.kv_cache_host_bytes and self.no_prefix_caching:

@@ -37,8 +37,9 @@ from slipway_runtime.engine.warmup import Masks, capture_steps, warm_up
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.messages import EngineFacts, EngineFailed, Loading, SchedulerOutput, StepResult, WarmingUp
 from slipway_runtime.models.decoder import Decoder
-from slipway_runtime.models.pooling import EmbeddingConfig, read_embedding_config
+from slipway_runtime.models.pooling import SCORE, EmbeddingConfig, read_embedding_config
 from slipway_runtime.models.quantize import name_of_format, quantization_warnings
+from slipway_runtime.models.score_head import read_score_head
 from slipway_runtime.models.sharding import WHOLE, Shard
 from slipway_runtime.scheduling.block_pool import BlockPool, KvEvent
 from slipway_runtime.scheduling.host_tier import HostTier
@@ -143,6 +144,7 @@ class _LoadedModel:
     max_model_len: int
     tier: HostTier | None
     embedding: EmbeddingConfig | None
+    score_tokens: tuple[str, ...]
     weight_bytes: int  # of all ranks
     share: Shard
     load_weights: Callable[[], Decoder]  # again, after a sleep
@@ -181,10 +183,17 @@ def _load(plan: EnginePlan, ranks: Ranks | None, on_progress: Callable[[Loading 
             num_tokens=None if grammars is None else grammars.num_tokens,
             adapters=slots,
         )
-    embedding = None
+    embedding, head = None, None
     if options.pooling:
-        embedding = read_embedding_config(plan.model_path, options.pooling, plan.config.hidden_size)
-        runner.pooler = Pooler(embedding.pooling, plan.max_num_seqs, embedding.size, plan.device)
+        if options.pooling == "auto":
+            head = read_score_head(
+                plan.model_path, plan.config, options.score_tokens, dtype=plan.dtype, device=plan.device
+            )
+        if head is not None:
+            embedding = EmbeddingConfig(pooling=SCORE, size=1)
+        else:
+            embedding = read_embedding_config(plan.model_path, options.pooling, plan.config.hidden_size)
+        runner.pooler = Pooler(embedding.pooling, plan.max_num_seqs, embedding.size, plan.device, head)
     tier: HostTier | None = None
     with oom_refused("cold KV blocks in host memory", plan.device):
         if made := make_tier(plan, size):
@@ -198,6 +207,7 @@ def _load(plan: EnginePlan, ranks: Ranks | None, on_progress: Callable[[Loading 
         max_model_len=length,
         tier=tier,
         embedding=embedding,
+        score_tokens=() if head is None else head.tokens,
         weight_bytes=weight_bytes,
         share=share,
         load_weights=partial(load_weights, plan, kernels, share=share),
@@ -231,6 +241,7 @@ def _facts(plan: EnginePlan, model: _LoadedModel, **measured: Any) -> EngineFact
         host_blocks=0 if model.tier is None else model.tier.total,
         pooling=embedding.pooling if embedding is not None else "",
         embedding_size=embedding.size if embedding is not None else 0,
+        score_tokens=model.score_tokens,
         is_matryoshka=embedding is not None and embedding.is_matryoshka,
         matryoshka_dimensions=embedding.dimensions if embedding is not None else (),
         **measured,

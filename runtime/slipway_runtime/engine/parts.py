@@ -10,9 +10,11 @@ from slipway_runtime.engine.decide import EnginePlan
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.kernels.dispatch import Kernels, capturable
 from slipway_runtime.kernels.native import set_threads
+from slipway_runtime.layers.experts import ExpertsMlp
 from slipway_runtime.layers.lora import LoraBank
 from slipway_runtime.messages import Loading
-from slipway_runtime.models.adapter_weights import HostAdapter, lora_modules, read_adapter
+from slipway_runtime.models.adapter_modules import adapted_modules
+from slipway_runtime.models.adapter_weights import HostAdapter, read_adapter
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import DoesNotFitError
 from slipway_runtime.models.decoder import Decoder, load_decoder
@@ -141,6 +143,7 @@ def make_slots(
     bank = LoraBank(
         [linear for layer in decoder.layers for linear in layer.linears],
         kernels,
+        [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, ExpertsMlp)],
         num_slots=plan.max_adapters,
         max_rank=plan.max_rank,
         dtype=plan.dtype,
@@ -172,13 +175,12 @@ def adapter_reader(plan: EnginePlan, share: Shard = WHOLE) -> Callable[[Path, st
 
 def zero_adapters(plan: EnginePlan) -> list[HostAdapter]:
     """As many adapters of zeros as there are slots, for the warm-up; of this rank's share."""
-    zeros = {
-        name: (
-            torch.zeros(plan.max_rank, columns, dtype=plan.dtype),
-            torch.zeros(plan.max_rank, rows, dtype=plan.dtype),
-        )
-        for name, (rows, columns) in lora_modules(plan.own).items()
-    }
+    zeros: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name, module in adapted_modules(plan.own).items():
+        before = (module.experts, plan.max_rank) if module.experts else (plan.max_rank,)
+        sizes = (module.in_size, module.out_size)
+        a, b = (torch.zeros(*before, size, dtype=plan.dtype) for size in sizes)
+        zeros[name] = a, b
     return [
         HostAdapter(digest=f"warm-{index}", rank=plan.max_rank, matrices=zeros, bytes=0)
         for index in range(plan.max_adapters)

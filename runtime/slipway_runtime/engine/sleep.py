@@ -42,7 +42,7 @@ class Sleeper:
         self._load_weights = load_weights
         self._allocate_cache = allocate_cache
         self._capture = capture
-        self._hooks = [linear.lora for layer in runner.decoder.layers for linear in layer.linears]
+        self._hooks = [adapted.lora for layer in runner.decoder.layers for adapted in layer.adapted]
         self._host: HostCopy | None = None
         self._dropped = False
         self._captured = False
@@ -84,9 +84,9 @@ class Sleeper:
         if self._dropped:
             with oom_refused("the weights", self._device):
                 decoder = self._load_weights()
-            linears = (linear for layer in decoder.layers for linear in layer.linears)
-            for linear, hook in zip(linears, self._hooks, strict=True):
-                linear.lora = hook
+            places = (adapted for layer in decoder.layers for adapted in layer.adapted)
+            for adapted, hook in zip(places, self._hooks, strict=True):
+                adapted.lora = hook
             runner.decoder, self._dropped = decoder, False
         if not runner.caches:
             with oom_refused("the KV cache", self._device):

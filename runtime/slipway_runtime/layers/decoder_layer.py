@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor
@@ -15,6 +15,12 @@ from slipway_runtime.layers.native_layer import NativeLayer, native_layer
 from slipway_runtime.layers.norm import Norm, RMSNorm
 
 
+class Adapted(Protocol):
+    """A linear layer, or the experts of a layer: something with adapter slots. `lora` is None if adapters are off."""
+
+    lora: Any
+
+
 class Mlp(Protocol):
     """MLP of a layer, computed for each token alone: dense, or a mixture of experts."""
 
@@ -24,6 +30,10 @@ class Mlp(Protocol):
     @property
     def linears(self) -> tuple[Linear, ...]:
         """Its matrices that adapters may change, in the order in which they compute."""
+
+    @property
+    def adapted(self) -> tuple[Adapted, ...]:
+        """Everything with adapter slots: its linears, and its experts if there are any."""
 
     @property
     def nbytes(self) -> int:
@@ -58,6 +68,11 @@ class DenseMlp:
     def linears(self) -> tuple[Linear, ...]:
         """Its matrices, in the order in which they compute."""
         return self.gate_up, self.down
+
+    @property
+    def adapted(self) -> tuple[Adapted, ...]:
+        """Everything with adapter slots: its linears."""
+        return self.linears
 
     @property
     def nbytes(self) -> int:
@@ -146,6 +161,11 @@ class DecoderLayer:
     def linears(self) -> tuple[Linear, ...]:
         """Its matrices that adapters may change, in the order in which they compute."""
         return *self.attention.linears, *self.mlp.linears
+
+    @property
+    def adapted(self) -> tuple[Adapted, ...]:
+        """Everything with adapter slots, in the same order for all copies of a model."""
+        return *self.attention.linears, *self.mlp.adapted
 
     @property
     def nbytes(self) -> int:

@@ -6,12 +6,15 @@ and captured CUDA graphs stay valid.
 
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slipway_runtime.kernels.dispatch import Kernels, LoraPlan
 from slipway_runtime.kernels.reference_lora import LoraWeights
 from slipway_runtime.kernels.upload import Ints
+from slipway_runtime.layers.expert_lora import PROJECTIONS, ExpertLora
+from slipway_runtime.layers.experts import ExpertsMlp
 from slipway_runtime.layers.linear import Linear
 from slipway_runtime.layers.step import StepContext
 
@@ -39,6 +42,7 @@ class LoraBank:
         self,
         linears: Iterable[Linear],
         kernels: Kernels,
+        experts: Iterable[ExpertsMlp] = (),
         *,
         num_slots: int,
         max_rank: int,
@@ -51,8 +55,9 @@ class LoraBank:
         self._kernels = kernels
         self._tile = TILE if deterministic else 0
         self._like = torch.empty(0, dtype=dtype, device=device)
-        self._weights: list[LoraWeights] = []
-        self._places: dict[str, tuple[LoraWeights, int]] = {}
+        self._weights: list[LoraWeights | ExpertLora] = []
+        self._experts: list[ExpertLora] = []
+        self._places: dict[str, tuple[LoraWeights | ExpertLora, int]] = {}
         for linear in linears:
             sizes = tuple(part.end - part.start for part in linear.parts)
             weights = LoraWeights(
@@ -61,6 +66,11 @@ class LoraBank:
             linear.lora = LoraLinear(weights, kernels)
             self._weights.append(weights)
             self._places.update({part.name: (weights, index) for index, part in enumerate(linear.parts)})
+        for mlp in experts:
+            lora = mlp.empty_lora(num_slots=num_slots, max_rank=max_rank, dtype=dtype, device=device, tile=self._tile)
+            self._weights.append(lora)
+            self._places.update({f"{mlp.name}.{name}": (lora, index) for index, name in enumerate(PROJECTIONS)})
+            self._experts.append(lora)
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +78,7 @@ class LoraBank:
         return sum(weights.nbytes for weights in self._weights)
 
     def write(self, slot: int, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Load an adapter into a slot. matrices: by module, A (r, in) and B (r, out), with the scaling in B."""
+        """Load an adapter into a slot. matrices: by module, as `HostAdapter` has them."""
         self.clear(slot)
         for module, (a, b) in matrices.items():
             weights, part = self._places[module]
@@ -82,3 +92,14 @@ class LoraBank:
     def plan(self, token_slots: Ints) -> LoraPlan:
         """LoRA plan of one step, shared by all hooks. token_slots: (T,), -1 for tokens without an adapter."""
         return self._kernels.plan_lora(token_slots, self.num_slots, self._like, tile=self._tile)
+
+    def expert_rows(self, token_slots: Ints) -> tuple[tuple[int, Tensor], ...]:
+        """The tokens of a step whose adapters change experts, by slot. token_slots: (T,)."""
+        slots = 0
+        for lora in self._experts:
+            slots |= lora.slots
+        return tuple(
+            (slot, torch.from_numpy(np.flatnonzero(token_slots == slot)).to(self._like.device))
+            for slot in np.unique(token_slots).tolist()
+            if slot >= 0 and slots & 1 << slot
+        )

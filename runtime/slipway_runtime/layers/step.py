@@ -17,3 +17,5 @@ class StepContext:
     slots: Tensor  # (T,) slot mapping: where the cache stores each token's keys and values
     plan: AttentionPlan
     lora: Any | None = None  # the LoRA plan of the step, for the hooks of the linears; None: no token has an adapter
+    # Tokens whose adapters change experts, by adapter slot: (slot, (n,) indices of tokens).
+    expert_rows: tuple[tuple[int, Tensor], ...] = ()

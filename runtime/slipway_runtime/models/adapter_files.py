@@ -101,7 +101,9 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
+# Names that some families have for the matrices of their MLP or of their experts.
+_OF_FAMILIES = ("c_fc", "c_proj", "w1", "w2", "w3", "input_linear", "output_linear")
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 _PLAIN = re.compile(r"\w[\w.]*")
 
@@ -116,6 +118,7 @@ class AdapterConfig:
     rank_pattern: dict[str, int]
     alpha_pattern: dict[str, float]
     target_modules: frozenset[str] | None  # None: given as an expression; the tensors' names are used
+    target_parameters: frozenset[str]  # tensors of all experts of a layer, such as mlp.experts.down_proj
     layers: frozenset[int] | None  # None: all
     base_digest: str  # of the base model's weights; empty: not given
 
@@ -152,14 +155,13 @@ _INERT = _words(
 )
 _HONOURED = _words(
     "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern target_modules layers_to_transform bias "
-    "fan_in_fan_out init_lora_weights base_model_digest"
+    "fan_in_fan_out init_lora_weights base_model_digest target_parameters"
 )
 _REFUSED = {
     "use_dora": "DoRA adapters (use_dora) are not supported",
     "lora_bias": "adapters with biases (lora_bias) are not supported",
     "modules_to_save": "modules_to_save replaces whole modules of the base model, which adapters here cannot",
     "trainable_token_indices": "adapters that change embeddings (trainable_token_indices) are not supported",
-    "target_parameters": "adapters of bare parameters (target_parameters) are not supported",
     "layer_replication": "layer_replication changes the base model, which is shared",
     "use_qalora": "QALoRA adapters (use_qalora) are not supported",
     "alora_invocation_tokens": "activated adapters (alora_invocation_tokens) are not supported",
@@ -202,6 +204,7 @@ def parse_adapter_config(text: bytes) -> AdapterConfig:
         rank_pattern={key: _whole("rank_pattern", value) for key, value in _pattern(raw, "rank_pattern")},
         alpha_pattern={key: _number("alpha_pattern", value) for key, value in _pattern(raw, "alpha_pattern")},
         target_modules=_target_modules(raw.get("target_modules")),
+        target_parameters=_target_parameters(raw.get("target_parameters")),
         layers=_layers(raw.get("layers_to_transform")),
         base_digest=str(raw.get("base_model_digest") or ""),
     )
@@ -252,6 +255,20 @@ def _target_modules(found: object) -> frozenset[str] | None:
     return frozenset(leaves)
 
 
+def _target_parameters(found: object) -> frozenset[str]:
+    if found is None:
+        return frozenset()
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise AdapterRefusedError(f"{CONFIG}: target_parameters is not a list of names")
+    others = sorted(name for name in found if not re.search(r"(^|\.)experts\.(gate_up_proj|down_proj)$", name))
+    if others:
+        raise AdapterRefusedError(
+            f"{CONFIG}: target_parameters names {', '.join(others)[:200]}; of bare parameters, adapters change "
+            "experts.gate_up_proj and experts.down_proj only"
+        )
+    return frozenset(found)
+
+
 def refuse_modules(leaves: set[str]) -> None:
     """Raise AdapterRefusedError for modules that adapters cannot change in this engine."""
     embeddings = sorted(leaves.intersection(_EMBEDDINGS))
@@ -259,7 +276,7 @@ def refuse_modules(leaves: set[str]) -> None:
         raise AdapterRefusedError(
             f"the adapter changes {', '.join(embeddings)}: embeddings and the output layer are shared by all adapters"
         )
-    unknown = sorted(leaves.difference(MODULES))
+    unknown = sorted(leaves.difference(MODULES, _OF_FAMILIES))
     if unknown:
         raise AdapterRefusedError(
             f"the adapter changes modules that this engine does not adapt: {', '.join(unknown)[:200]}; "

@@ -148,11 +148,8 @@ class ModelConfig:
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether adapters are supported: not with experts, merged or reordered matrices, or an MLP without a gate."""
-        if self.latent is not None:
-            return False
-        is_as_stored = not (self.fused_projections or self.fused_mlp or self.interleaved or not self.mlp.gate)
-        return is_as_stored and self.experts is None
+        """Whether adapters are supported: not with latent attention."""
+        return self.latent is None
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes of one token's keys and values in all layers. Counts KV heads, not attention heads."""

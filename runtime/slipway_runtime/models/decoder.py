@@ -15,6 +15,7 @@ from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import ModelConfig
 from slipway_runtime.models.layer_loader import LayerLoader
 from slipway_runtime.models.quantized_checkpoint import WeightReader, parse_quantization
+from slipway_runtime.models.score_head import SCORE_TENSOR
 from slipway_runtime.models.sharding import WHOLE, Shard
 
 log = structlog.get_logger()
@@ -108,6 +109,7 @@ def load_decoder(
     head = None
     if not scores_tokens or config.tied_embeddings:
         checkpoint.ignore("lm_head.weight")
+        checkpoint.ignore(SCORE_TENSOR)
     if scores_tokens:  # tied: the embedding matrix is also lm_head
         tied = config.tied_embeddings
         head = Linear(makers.head(table if tied else weights.matrix("lm_head", vocabulary, hidden, rows=tokens)))

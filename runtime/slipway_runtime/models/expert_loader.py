@@ -103,6 +103,7 @@ def load_experts(
         shared=shared,
         shared_gate=gate,
         reduce=share.reduce,
+        name=f"{block}.experts",
     )
 
 

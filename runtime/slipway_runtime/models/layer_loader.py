@@ -245,9 +245,12 @@ class LayerLoader:
         gate_up, down = (f"{prefix}.{keys.shared_name}.{name}" for name in keys.shared_fused)
         whole = self._weights.matrix(gate_up, 2 * size, hidden)
         rows = [select_rows(whole, slice(start + own.start, start + own.stop)) for start in (0, size)]
+        named = zip(("gate_proj", "up_proj"), rows, strict=True)  # as adapters name them: `adapter_modules`
+        parts = [(f"{prefix}.{keys.shared_name}.{name}", part, None) for name, part in named]
+        matrix = self.cut(self._weights.matrix(down, hidden, size), own)
         return DenseMlp(
-            Linear.merged([(gate_up, part, None) for part in rows], self._makers.layers),
-            self._row_parallel(down, size, own, bias=False, reduce=None),
+            Linear.merged(parts, self._makers.layers),
+            Linear.merged([(f"{prefix}.{keys.shared_name}.down_proj", matrix, None)], self._makers.layers),
             self._kernels,
         )
 

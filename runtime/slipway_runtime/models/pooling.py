@@ -12,6 +12,7 @@ from typing import Any, Final
 from slipway_runtime.models.config_values import ModelRefusedError, read_json
 
 LAST, MEAN = "last", "mean"
+SCORE = "score"  # a reranker: the pooled state becomes one number (`score_head`)
 POOLING_FILE: Final = "1_Pooling/config.json"
 DOWNLOADED_AS: Final = "1_Pooling.config.json"  # downloaded models are stored without folders
 # The boolean keys of older files, and the values of `pooling_mode` in newer files.

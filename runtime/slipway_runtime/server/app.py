@@ -27,6 +27,7 @@ from slipway_runtime.server import (
     messages_api,
     models_api,
     responses,
+    scoring,
     status_api,
     text_blocks,
     tokenize_api,
@@ -68,10 +69,10 @@ def serving_app(
     )
     app.state.replica = replica
     errors.install(app)
-    generating = (chat.router, completions.router, responses.router, messages_api.router, embeddings.router)
+    generating = (chat.router, completions.router, responses.router, messages_api.router)
     exposition = status_api.exposition if has_metrics else status_api.no_exposition
     status = (status_api.router, status_api.probes, exposition, text_blocks.router)
-    for router in (*generating, models_api.router, tokenize_api.router, *status):
+    for router in (*generating, embeddings.router, scoring.router, models_api.router, tokenize_api.router, *status):
         app.include_router(router)
     if adapter_endpoints:
         app.include_router(adapter_routes.router)

@@ -50,7 +50,9 @@ async def answer(call: Call) -> Response:
     """Generate the answers, and return them as one body or as a stream."""
     replica: Replica = call.http.app.state.replica
     if call.served.model.engine.facts.pooling:
-        raise ApiError(404, "this service computes embeddings at /v1/embeddings; it does not generate text")
+        raise ApiError(
+            404, "this service computes embeddings (/v1/embeddings) and scores (/v1/score); it does not generate text"
+        )
     params = sampling.within_logprob_limit(
         call.body,
         [_params(call, prompt) for prompt in call.prompts],

@@ -219,6 +219,21 @@ EMBEDDING: Final = Lists(
     },
     ignored=_OF_THE_ACCOUNT,
 )
+SCORING: Final = Lists(
+    refused={
+        "instruction": (),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "truncate_prompt_tokens": (),
+        "rank_fields": (["text"],),
+        "use_activation": (True,),
+        "activation": (True,),
+        "softmax": (True,),
+        "normalize": (True,),
+    },
+    # A document that does not fit is an error: none is cut, and none is cut into chunks.
+    ignored=_OF_THE_ACCOUNT | {"max_chunks_per_doc": (), "max_tokens_per_doc": (), "encoding_format": ("float",)},
+)
 
 # --- /v1/responses
 

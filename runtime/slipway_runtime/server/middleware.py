@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slipway_api import names
 from slipway_api.admin_token import token_matches
 from slipway_api.anthropic_errors import REQUEST_ID_HEADER, is_anthropic
+from slipway_api.names import RERANK_PATHS, SCORE_PATHS
 from slipway_api.runtime_api import Signals
 from slipway_runtime.server.errors import NOT_STARTED, ApiError
 from slipway_runtime.server.fields import OTHER, header_of
@@ -45,6 +46,8 @@ _APIS: Final = {
     "/v1/messages": "messages",
     "/v1/messages/count_tokens": "messages",
     "/v1/embeddings": "embeddings",
+    **dict.fromkeys(SCORE_PATHS, "scores"),
+    **dict.fromkeys(RERANK_PATHS, "rerank"),
     "/tokenize": "tokenize",
     "/detokenize": "tokenize",
 }

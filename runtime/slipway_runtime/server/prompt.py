@@ -24,7 +24,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from slipway_runtime.server import harmony
+from slipway_runtime.server import harmony, pairs
 from slipway_runtime.server.chat_types import ChatMessage, Tool
 from slipway_runtime.server.errors import ApiError, prompt_too_long
 from slipway_runtime.server.template_tools import ToolFormat, text_of_calls, tool_format, with_tools_in_message
@@ -103,6 +103,26 @@ class PromptEncoder:
         return await self._in_thread(
             lambda: self._encode(text, add_special_tokens, param=field, keep=keep), size=len(text)
         )
+
+    async def pair(self, query: str, document: str, *, judges: bool, field: str = "documents") -> Prompt:
+        """Encode a query and a document for a reranker.
+
+        By the chat template, if it has the roles query and document; else as Qwen3-Reranker was trained, if the model
+        `judges`, that is, answers no or yes; else as a pair of texts, as the tokenizer joins them. `field`: of the
+        document in the request, for the error.
+        """
+
+        def work() -> Prompt:
+            if self.template.scores_pairs:
+                return self._encode(self.template.render_pair(query, document), False, param=field, keep=None)
+            if judges:
+                return self._encode(pairs.judged(query, document), False, param=field, keep=None)
+            at_least = len(query.encode() + document.encode()) // self.files.longest_token
+            if at_least > self.max_model_len:
+                raise prompt_too_long(self.max_model_len, at_least, at_least=True, param=field)
+            return Prompt(tuple(self.files.tokenizer.encode(query, document).ids))
+
+        return await self._in_thread(work, size=len(query) + len(document))
 
     async def ids(
         self, token_ids: Sequence[int], vocab_size: int, *, keep: int | None, with_text: bool, field: str = "prompt"
@@ -221,6 +241,17 @@ class ChatTemplate:
         }
         text = self._rendered(variables)
         return _cut_at_mark(text, final) if continue_final_message else text
+
+    @property
+    def scores_pairs(self) -> bool:
+        """Whether it is a reranker's: it shows messages of the roles query and document, as vLLM's do."""
+        return pairs.names_roles(self.source)
+
+    def render_pair(self, query: str, document: str) -> str:
+        """Render a query and a document; raises ApiError 400 if the template refuses them."""
+        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        variables = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+        return self._rendered({**self._special_tokens, **variables})
 
     def _with_written_calls(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message whose calls are a part of its text, because the template would leave them out."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from slipway_runtime.kernels.dispatch import LoraPlan
 from slipway_runtime.kernels.upload import Ints
@@ -87,3 +88,7 @@ class AdapterSlots:
     def plan(self, token_slots: Ints) -> LoraPlan:
         """LoRA plan of a step, for its linear layers. token_slots: (T,)."""
         return self._bank.plan(token_slots)
+
+    def expert_rows(self, token_slots: Ints) -> tuple[tuple[int, Tensor], ...]:
+        """The tokens of a step whose adapters change experts, by slot. token_slots: (T,)."""
+        return self._bank.expert_rows(token_slots)

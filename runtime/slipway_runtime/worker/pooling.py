@@ -14,14 +14,19 @@ from torch import Tensor
 from slipway_runtime.kernels.upload import Download, upload
 from slipway_runtime.messages import SchedulerOutput, StepResult
 from slipway_runtime.models.pooling import MEAN
+from slipway_runtime.models.score_head import ScoreHead
 from slipway_runtime.worker.capture import StepHidden
 from slipway_runtime.worker.inputs import HostInputs
 
 
 class Pooler:
-    """Pools by the last token or by the mean of all tokens."""
+    """Pools by the last token or by the mean of all tokens; scores the pooled state, if the model is a reranker."""
 
-    def __init__(self, pooling: str, max_num_seqs: int, size: int, device: torch.device) -> None:
+    def __init__(
+        self, pooling: str, max_num_seqs: int, size: int, device: torch.device, head: ScoreHead | None = None
+    ) -> None:
+        """head: of a reranker, whose "embedding" is one number: the score."""
+        self._head = head
         self._sums = torch.zeros(max_num_seqs, size, device=device) if pooling == MEAN else None
 
     def __call__(
@@ -34,7 +39,8 @@ class Pooler:
             pooled = self._mean(self._sums, plan, inputs, norm(step.tokens).float())
         ends = any(plan.samples)
         # Waited for though no prompt ends here, or the host would launch whole prompts ahead.
-        values = Download((F.normalize(pooled, dim=-1),) if ends else (), pooled.device).arrays()
+        found = F.normalize(pooled, dim=-1) if self._head is None else self._head(pooled)
+        values = Download((found,) if ends else (), pooled.device).arrays()
         of_rows = iter(values[0] if ends else ())
         finite = iter(np.isfinite(values[0]).all(axis=1).tolist() if ends else ())
         return StepResult(

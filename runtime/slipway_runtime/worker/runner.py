@@ -133,11 +133,15 @@ class Runner:
     def _compute_hidden(self, plan: SchedulerOutput, host: HostInputs) -> StepHidden:
         """Compute the hidden states of a plan, by a CUDA graph where one fits."""
         token_slots = None if self.adapters is None else self.adapters.slots_of(plan.rows, plan.num_new)
-        if self.graphs is not None and (step := self.graphs.replay(host, self._rows, token_slots)) is not None:
-            return step
+        adapters = None if token_slots is None else self.adapters
+        expert_rows = () if adapters is None or token_slots is None else adapters.expert_rows(token_slots)
+        if self.graphs is not None and not expert_rows:  # with adapters of experts the host reads which are chosen
+            step = self.graphs.replay(host, self._rows, token_slots)
+            if step is not None:
+                return step
         inputs = upload_inputs(host, self._rows, self._block_size, self._device)
-        lora = None if self.adapters is None or token_slots is None else self.adapters.plan(token_slots)
-        hidden = self.hidden(inputs, lora)
+        lora = None if adapters is None or token_slots is None else adapters.plan(token_slots)
+        hidden = self.hidden(inputs, lora, expert_rows)
         sampled = hidden if inputs.sampled_tokens is None else hidden.index_select(0, inputs.sampled_tokens)
         return StepHidden(hidden, sampled, inputs.rows_on_device)
 
@@ -169,13 +173,15 @@ class Runner:
                 query_heads=(attention.num_q_heads, attention.head_dim),
             )
 
-    def hidden(self, inputs: StepInputs, lora: LoraPlan | None = None) -> Tensor:
+    def hidden(
+        self, inputs: StepInputs, lora: LoraPlan | None = None, expert_rows: tuple[tuple[int, Tensor], ...] = ()
+    ) -> Tensor:
         """The last layer's output for each new token. (T, H)."""
         cos, sin = self.decoder.rotary(inputs.positions)
         plan = self._kernels.plan_attention(
             inputs.num_computed, inputs.num_new, inputs.block_tables, self._block_size, like=cos
         )
-        return self.decoder(inputs.token_ids, self.caches, StepContext(cos, sin, inputs.slots, plan, lora))
+        return self.decoder(inputs.token_ids, self.caches, StepContext(cos, sin, inputs.slots, plan, lora, expert_rows))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the next token. (R, H) -> (R, V), float32."""

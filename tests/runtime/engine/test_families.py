@@ -3,7 +3,6 @@
 import pytest
 
 from slipway_runtime.engine.build import build_engine
-from slipway_runtime.models.config import ModelRefusedError
 from tests.runtime.checkpoints import OTHER_FAMILIES, a_checkpoint, greedy
 from tests.runtime.engine.test_engine import PROMPTS, ask, run
 from tests.runtime.models.test_quantized_checkpoint import FORMATS, a_quantized_checkpoint
@@ -52,9 +51,3 @@ def test_rounding_a_quantized_checkpoint_again_is_warned_of(tmp_path):
     engine = build_engine(tmp_path, kv_cache_bytes=4 << 20, quantization="int8", max_model_len=160)
     (warning,) = engine.facts.warnings
     assert "the checkpoint is quantized (gptq, int4) and --quantization int8 rounds it again" in warning
-
-
-def test_adapters_of_a_family_whose_matrices_they_cannot_change_are_refused(tmp_path):
-    a_checkpoint(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2)
-    with pytest.raises(ModelRefusedError, match="adapters for mixtral models are not supported"):
-        build_engine(tmp_path, kv_cache_bytes=4 << 20, max_adapters=2)
