@@ -49,6 +49,7 @@ class VllmPlane(ControlPlane):
     def __init__(self, client: Client, kubeconfig: Path, folder: Path) -> None:
         super().__init__(client, kubeconfig, folder)
         self._pods = AsyncExitStack()
+        self._is_closing = False
 
     async def apply_engine(self) -> None:
         """Apply the chart's Engine of vLLM."""
@@ -65,12 +66,14 @@ class VllmPlane(ControlPlane):
         )
         self._pods.push_async_callback(_end, agent)
         async with asyncio.timeout(START_SECONDS), aiohttp.ClientSession() as http:
-            while not await _is_ready(http, f"http://{ip}:{names.ADMIN_PORT}{names.PATH_READY}"):
+            ready = f"http://{ip}:{names.ADMIN_PORT}{names.PATH_READY}"
+            while not self._is_closing and not await _is_ready(http, ready):
                 assert agent.returncode is None, "the agent ended"
                 await asyncio.sleep(0.05)
 
     async def close(self) -> None:
-        """End the agents and the engines."""
+        """End the agents and the engines, of pods that still start too."""
+        self._is_closing = True
         await self._pods.aclose()
 
 
