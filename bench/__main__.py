@@ -20,6 +20,7 @@ from bench.processes import measure_in_process
 BENCHMARKS = (
     "gateway",
     "routing",
+    "vllm_routing",
     "hedging",
     "handover",
     "capacity",
@@ -40,6 +41,7 @@ BENCHMARKS = (
     "cluster",
     "operator_scale",
     "saturation",
+    "vllm_agent",
     "failover",
     "adapters_at_scale",
     "warm_claim",

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -126,6 +126,7 @@ class ControlPlane:
             "SLIPWAY_MASTER_DIR": str(keys),
             "SLIPWAY_GATEWAY_KEY_DIR": str(keys),
             "SLIPWAY_HUB_ENDPOINTS": "off",
+            "SLIPWAY_AGENT_IMAGE": "slipway/agent:0.1.0",  # nothing pulls it
             "SLIPWAY_ADMIN_PORT": "0",
         }
         operator = OperatorProcess(identity, environment, self._folder / f"{identity}.log")
@@ -187,11 +188,15 @@ class ControlPlane:
             self.replicas[name] = FakeReplica(boot_id=pod["metadata"]["uid"], download_seconds=self.download_seconds)
             self.spawn(self._run(pod, self.replicas[name]))
 
+    async def open_ports(self, _pod: Object, replica: FakeReplica, ip: str) -> None:
+        """Serve the ports of a pod at its address."""
+        for port in (names.ADMIN_PORT, names.SERVING_PORT):
+            self._servers.append(await listen(lambda _address: replica, ip, port))
+
     async def _run(self, pod: Object, replica: FakeReplica) -> None:
         number = next(self._numbers)
         ip, path = f"127.20.{number // 250}.{1 + number % 250}", PODS.path(NAMESPACE, pod["metadata"]["name"])
-        for port in (names.ADMIN_PORT, names.SERVING_PORT):
-            self._servers.append(await listen(lambda _address: replica, ip, port))
+        await self.open_ports(pod, replica, ip)
         node = {"apiVersion": "v1", "kind": "Node", "name": f"node-{number % NODE_COUNT}"}
         binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": pod["metadata"]["name"]}, "target": node}
         with suppress(NotFound, Conflict):
@@ -205,13 +210,15 @@ class ControlPlane:
 
 
 @asynccontextmanager
-async def a_control_plane(name: str) -> AsyncIterator[ControlPlane]:
+async def a_control_plane(
+    name: str, make: Callable[[Client, Path, Path], ControlPlane] = ControlPlane
+) -> AsyncIterator[ControlPlane]:
     """A control plane with Slipway's kinds, rights and namespaces, and no operator yet."""
     async with AsyncExitStack() as stack:
         cluster = stack.enter_context(Cluster(light=True, folder=cluster_folder(f"bench-{name}")))
         kubeconfig = await asyncio.to_thread(_install, cluster)
         client = await stack.enter_async_context(Client(auth.load(str(cluster.kubeconfig))))
-        plane = ControlPlane(client, kubeconfig, cluster.folder)
+        plane = make(client, kubeconfig, cluster.folder)
         stack.callback(plane.end)
         for number in range(NODE_COUNT):
             node = {"metadata": {"name": f"node-{number}"}}

@@ -101,7 +101,7 @@ def _case(
     at = f"{_threads(threads)}, {prompt}/{tokens} at {users}"
 
     def drive(name: str, kind: str) -> dict[str, Any]:
-        result = _drive(name, kind, prompt, tokens, users, rounds, threads)
+        result = drive_peer(name, kind, prompt, tokens, users, rounds, threads)
         if "error" not in result:
             key = f"{name}, {_threads(threads)}, {kind}"
             longest = max(float(result["setup_seconds"]), settings.get(key, ("", 0.0))[1])
@@ -133,8 +133,8 @@ def _spread(result: dict[str, Any]) -> str:
     return f"TTFT p50 {ttft.p50 * 1e3:.0f} ms, ITL p50 {gap.p50 * 1e3:.1f} ms, {result['at_once']} at once"
 
 
-def _drive(name: str, kind: str, prompt: int, tokens: int, users: int, rounds: int, threads: int) -> dict[str, Any]:
-    """One engine over one case, in a process of its own."""
+def drive_peer(name: str, kind: str, prompt: int, tokens: int, users: int, rounds: int, threads: int) -> dict[str, Any]:
+    """One engine over one case, in a process of its own; with `error` where it could not be measured."""
     python = Path(sys.executable) if name == "slipway" else interpreter(name)
     if python is None:
         return {"error": "not installed: python -m bench.peers.environments"}

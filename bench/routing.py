@@ -2,9 +2,9 @@
 
 Two gateways that share nothing (two real `Fleet`s) route to 3 and to 8 simulated replicas in virtual time. The cost
 model of a replica: one prefill at a time at 8,000 tokens/s for what is not in its cache (an LRU of whole blocks), then
-decoding beside the others at 20 ms a token and 0.5 ms more for each running request. Requests arrive as a Poisson
-process that would keep the replicas busy with prefill for 80 % of the time if nothing were cached. The figures are of
-this model: they compare strategies, and promise no time on a GPU.
+decoding beside the others at 20 ms a token and 0.5 ms more for each running request; `bench.vllm_routing` measures
+these rates of vLLM. Requests arrive as a Poisson process that would keep the replicas busy with prefill for 80 % of the
+time if nothing were cached. The figures are of this model: they compare strategies, and promise no time on a GPU.
 """
 
 import heapq
@@ -25,14 +25,24 @@ from slipway_gateway.picker.prefix import TOKENS_OF_BLOCK, PrefixIndex, block_ha
 from slipway_gateway.picker.scorers import RoutingRequest
 from slipway_gateway.request_body import OUTPUT_WEIGHT
 
-PREFILL_TOKENS_PER_SECOND = 8000.0
-ITL_SECONDS, ITL_SECONDS_PER_REQUEST = 0.020, 0.0005
 CACHE_TOKENS = 60_000  # of one replica: 60 system prompts, or 40 conversations
 UTILISATION = 0.8  # of prefill, without any cache
 REQUESTS = 6000
 WARM_UP = 1000  # not counted: the caches fill
 GATEWAYS = 2
 BYTES_PER_TOKEN = 4
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast one replica computes."""
+
+    prefill_tokens_per_second: float = 8000.0
+    itl_seconds: float = 0.020
+    itl_seconds_per_request: float = 0.0005  # more, for each running request
+
+
+ASSUMED = Rates()
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,17 @@ def shared_prefixes(chance: random.Random) -> Iterator[Arrival]:
         yield Arrival(prompt + chance.randbytes(chance.randint(50, 300) * BYTES_PER_TOKEN), chance.randint(20, 200))
 
 
+def fitting_prefixes(chance: random.Random) -> Iterator[Arrival]:
+    """150 applications, equally popular, with a system prompt of 1,500 tokens each.
+
+    The prompts fit into the caches of four replicas together (240,000 tokens), and not into the cache of one.
+    """
+    prompts = [chance.randbytes(1500 * BYTES_PER_TOKEN) for _ in range(150)]
+    while True:
+        question = chance.randbytes(chance.randint(50, 300) * BYTES_PER_TOKEN)
+        yield Arrival(chance.choice(prompts) + question, chance.randint(20, 200))
+
+
 def conversations(chance: random.Random) -> Iterator[Arrival]:
     """150 conversations at once, of six turns each, that share a system prompt of 500 tokens."""
     system = chance.randbytes(500 * BYTES_PER_TOKEN)
@@ -115,7 +136,9 @@ def conversations(chance: random.Random) -> Iterator[Arrival]:
             running[index] = begin()
 
 
-MIXES: dict[str, Callable[[random.Random], Iterator[Arrival]]] = {
+Mix = Callable[[random.Random], Iterator[Arrival]]
+
+MIXES: dict[str, Mix] = {
     "shared prefixes": shared_prefixes,
     "conversations": conversations,
 }
@@ -125,11 +148,18 @@ class Simulation:
     """Simulates replicas that get the requests of a mix by one routing strategy."""
 
     def __init__(
-        self, strategy: RoutingStrategy, replicas: int, *, with_sessions: bool = False, kv_events: bool = False
+        self,
+        strategy: RoutingStrategy,
+        replicas: int,
+        *,
+        with_sessions: bool = False,
+        kv_events: bool = False,
+        rates: Rates = ASSUMED,
     ) -> None:
         """`kv_events`: both gateways are told at once what a replica stores and evicts."""
         self.now = 0.0
         self.kv_events = kv_events
+        self.rates = rates
         self.replicas = {f"ns/p{number}": Replica() for number in range(replicas)}
         self.chance = random.Random(7)
         self.with_sessions = with_sessions
@@ -146,7 +176,7 @@ class Simulation:
         """Serve `requests` and return what they met after the first `warm_up`."""
         drawn = [next(arrivals) for _ in range(requests)]
         mean = sum(arrival.prompt_tokens for arrival in drawn) / len(drawn)
-        rate = UTILISATION * len(self.replicas) * PREFILL_TOKENS_PER_SECOND / mean
+        rate = UTILISATION * len(self.replicas) * self.rates.prefill_tokens_per_second / mean
         at = 0.0
         for number, arrival in enumerate(drawn):
             at += self.chance.expovariate(rate)
@@ -179,9 +209,10 @@ class Simulation:
                     each.prefixes.discard(picked.endpoint.name, replica.evicted)
                     each.prefixes.add(picked.endpoint.name, blocks)
             begin = max(self.now, replica.prefill_free_at)
-            replica.prefill_free_at = begin + (arrival.prompt_tokens - cached) / PREFILL_TOKENS_PER_SECOND
+            computed = arrival.prompt_tokens - cached
+            replica.prefill_free_at = begin + computed / self.rates.prefill_tokens_per_second
             replica.waiting += 1
-            first = replica.prefill_free_at + ITL_SECONDS
+            first = replica.prefill_free_at + self.rates.itl_seconds
             if is_counted:
                 self.outcome.ttft.append(first - self.now)
                 self.outcome.prompt_tokens += arrival.prompt_tokens
@@ -210,7 +241,7 @@ class Simulation:
                 f"TEXT named_metrics.num_requests_running={replica.running}, "
                 f"named_metrics.num_requests_waiting={replica.waiting}",
             )
-            itl = ITL_SECONDS + replica.running * ITL_SECONDS_PER_REQUEST
+            itl = self.rates.itl_seconds + replica.running * self.rates.itl_seconds_per_request
             self._at(self.now + arrival.output_tokens * itl, end)
 
         return act
@@ -226,9 +257,32 @@ def simulate(
     requests: int = REQUESTS,
     warm_up: int = WARM_UP,
 ) -> Outcome:
+    """Run one case of a named mix; see `simulate_mix`."""
+    return simulate_mix(
+        MIXES[mix],
+        strategy,
+        replicas,
+        with_sessions=with_sessions,
+        kv_events=kv_events,
+        requests=requests,
+        warm_up=warm_up,
+    )
+
+
+def simulate_mix(
+    mix: Mix,
+    strategy: RoutingStrategy,
+    replicas: int,
+    *,
+    with_sessions: bool = False,
+    kv_events: bool = False,
+    requests: int = REQUESTS,
+    warm_up: int = WARM_UP,
+    rates: Rates = ASSUMED,
+) -> Outcome:
     """Run one case; every strategy gets the same requests."""
-    simulation = Simulation(strategy, replicas, with_sessions=with_sessions, kv_events=kv_events)
-    return simulation.run(MIXES[mix](random.Random(1)), requests, warm_up)
+    simulation = Simulation(strategy, replicas, with_sessions=with_sessions, kv_events=kv_events, rates=rates)
+    return simulation.run(mix(random.Random(1)), requests, warm_up)
 
 
 def measure() -> Section:

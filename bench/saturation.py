@@ -5,6 +5,8 @@ Services are busy below their target; one after the other gets a queue, at momen
 
 import asyncio
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from bench.changes import Object, service_of
 from bench.control_plane import SERVICE_SPEC, ControlPlane, a_control_plane
@@ -23,19 +25,8 @@ def measure(services: int = SERVICES) -> Section:
 
 async def _measure(services: int) -> Section:
     async with a_control_plane("saturation") as plane:
-        await plane.start_operator()
         spec = dict(SERVICE_SPEC) | {"autoscaling": {"minReplicas": 1, "maxReplicas": 4}}
-        for number in range(services):
-            await plane.apply(INFERENCE_SERVICES, f"chat-{number}", spec)
-        await plane.all_ready(services, 1)
-        for replica in plane.replicas.values():
-            replica.set_load(**BUSY)
-        await asyncio.sleep(SETTLE_SECONDS)
-        reactions = []
-        for number in range(services):
-            reactions.append(await _reaction(plane, f"chat-{number}"))
-            await asyncio.sleep(0.37)  # no multiple of the scraper's interval
-    whole, after_sample = [one for one, _ in reactions], [one for _, one in reactions]
+        whole, after_sample = await react(plane, spec, services)
     how = f"of {services} services with one busy replica each"
     return Section(
         f"Saturation: {services} busy services",
@@ -48,6 +39,25 @@ async def _measure(services: int) -> Section:
             Figure("sample over the target → pod, worst", max(after_sample), "s"),
         ),
     )
+
+
+async def react(plane: ControlPlane, spec: Mapping[str, Any], services: int) -> tuple[list[float], list[float]]:
+    """Start an operator and so many services, and saturate one after the other.
+
+    Seconds to the second pod of each: since the replica is saturated, and since it first said so.
+    """
+    await plane.start_operator()
+    for number in range(services):
+        await plane.apply(INFERENCE_SERVICES, f"chat-{number}", spec)
+    await plane.all_ready(services, 1)
+    for replica in plane.replicas.values():
+        replica.set_load(**BUSY)
+    await asyncio.sleep(SETTLE_SECONDS)
+    reactions = []
+    for number in range(services):
+        reactions.append(await _reaction(plane, f"chat-{number}"))
+        await asyncio.sleep(0.37)  # no multiple of the scraper's interval
+    return [one for one, _ in reactions], [one for _, one in reactions]
 
 
 async def _reaction(plane: ControlPlane, service: str) -> tuple[float, float]:

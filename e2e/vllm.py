@@ -80,6 +80,14 @@ def service(**spec: Any) -> Json:
     }
 
 
+def plain_service(**spec: Any) -> Json:
+    """The service without adapters and without their volumes, which starts faster."""
+    manifest = service(**spec)
+    manifest["spec"]["runtime"].pop("lora", None)
+    manifest["spec"].pop("template")
+    return manifest
+
+
 def adapter_files(seed: int) -> dict[str, bytes]:
     """A LoRA adapter of the embedded model in PEFT's format, with random weights that change its answers."""
     random = np.random.default_rng(seed)

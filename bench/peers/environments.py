@@ -74,7 +74,9 @@ def make(name: str) -> None:
     overrides = folder / "overrides.txt"
     overrides.write_text("\n".join(peer.overrides) + "\n")
     python = folder / "bin" / "python"
-    _run(uv, "pip", "install", "--quiet", "--python", str(python), "--override", str(overrides), *peer.requirements)
+    # Pods run it as another user, who may not write into this folder: without bytecode every start would compile it.
+    install = ("pip", "install", "--quiet", "--compile-bytecode", "--python", str(python))
+    _run(uv, *install, "--override", str(overrides), *peer.requirements)
     if peer.stub[0]:
         (packages,) = (folder / "lib").glob("python*/site-packages")
         stub = packages / f"{peer.stub[0]}-{peer.stub[1].partition('+')[0]}.dist-info"

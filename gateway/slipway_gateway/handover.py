@@ -5,7 +5,7 @@
 2. A stream that breaks off goes to another replica of the same revision, as the same request with the tokens so far.
    That replica brings its detokenizer, stop strings, tool parser and grammar to where the other ones stood, and sends
    only what is new. Sampling is keyed by seed and position, and the gateway has fixed the seed.
-3. Where no other replica takes it within some seconds, the stream ends with an error event.
+3. If no other replica takes it within some seconds, or none can be ready by then, it ends with an error event.
 
 A handover spends nothing of the retry budget: the request was accepted, and the streams of one dead replica must not
 compete for twenty retries. A request that kills its replicas is stopped by `MAX_CRASHES`.
@@ -175,7 +175,7 @@ class Handover:
             while leg is Leg.NOT_TAKEN:
                 picked = self._pick(stream)
                 if picked is None:
-                    if loop.time() >= until:
+                    if loop.time() >= until or not self._may_be_taken(record.service, endpoint):
                         return self._failed(record, "no_replica", f"{broken}, and no other replica could continue it")
                     await asyncio.sleep(LOOK_SECONDS)
                     continue
@@ -262,6 +262,17 @@ class Handover:
             if isinstance(picked, Picked):
                 return picked
         return None
+
+    def _may_be_taken(self, service: str, lost: Endpoint) -> bool:
+        """Whether a replica may be ready to continue a stream of `lost` while the stream waits.
+
+        Our own runtime may be back in time. Another engine starts for longer than a stream waits: if its only replica
+        is not ready any more and the service has no other, the client gets the error event immediately.
+        """
+        known = self._fleet.table.services.get(service)
+        if not lost.engine or known is None or known.desired_replicas > 1:
+            return True
+        return any(other.revision == lost.revision for other in self._fleet.table.route(service).ready)
 
     def _route(self, stream: Interrupted) -> Route | None:
         """The replicas of the service, or those of them that have loaded the request's adapter."""

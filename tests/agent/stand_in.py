@@ -36,6 +36,8 @@ class StandIn:
     load_seconds: float = 0.0
     url: str = ""
     running: int = 0
+    waiting: int = 0
+    kv_usage: float | None = None  # None: an eighth for each running request
     held: int = 0
     finished: int = 0
     tokens: int = 0
@@ -85,7 +87,8 @@ class StandIn:
         """The recorded page with the numbers of now."""
         now = {
             "vllm:num_requests_running": self.running,
-            "vllm:kv_cache_usage_perc": min(1.0, self.running / 8),
+            "vllm:num_requests_waiting": self.waiting,
+            "vllm:kv_cache_usage_perc": min(1.0, self.running / 8) if self.kv_usage is None else self.kv_usage,
             "process_start_time_seconds": self.start_time,
             "vllm:generation_tokens_total": self.tokens,
             "vllm:prompt_tokens_total": 3 * self.finished,
