@@ -10,7 +10,13 @@ import yaml
 
 import slipway_api
 from e2e.cluster.access import Access, CommandError
-from slipway_api.crd import engine_crd, inference_service_crd, lora_adapter_crd, warm_pool_crd
+from slipway_api.crd import (
+    engine_crd,
+    inference_service_crd,
+    lora_adapter_crd,
+    service_template_crd,
+    warm_pool_crd,
+)
 
 pytestmark = pytest.mark.apiserver
 
@@ -200,6 +206,7 @@ def test_the_chart_installs_the_very_crd_that_the_kinds_describe(apiserver, rend
         "loraadapters.slipway.dev": lora_adapter_crd(),
         "warmpools.slipway.dev": warm_pool_crd(),
         "engines.slipway.dev": engine_crd(),
+        "servicetemplates.slipway.dev": service_template_crd(),
     }
     assert of_kind(render(apiserver, "crds.install=false"), "CustomResourceDefinition") == {}
 

@@ -31,6 +31,7 @@ from slipway_operator.core.observed import (
     is_disruption,
 )
 from slipway_operator.core.service.plan import Plan, plan
+from slipway_operator.core.templates import StoredTemplate, TemplatesSeen, inherit
 from tests.builders import DEFAULTS, T0, digests, serving_digests
 from tests.operator.core import laws, quiet_time
 from tests.operator.core.backoff_law import BackoffLaw
@@ -86,6 +87,7 @@ class SimulatedCluster(Faults):
         self.manifests: dict[str, dict[str, Any]] = {}  # by pod, the last one
         self.default_image = DEFAULTS.runtime_image
         self.engines: dict[str, dict[str, Any]] = {}  # spec of each Engine by name
+        self.templates: dict[str, StoredTemplate] = {}  # ServiceTemplates by name
         self.created = 0
         self.refusing: set[str] = set()  # nodes whose device plugin refuses every pod
         self.cache = StaleCache()
@@ -103,8 +105,10 @@ class SimulatedCluster(Faults):
 
     def observed(self) -> Observed:
         assert self.service is not None
+        service, inheritance = inherit(self.service, TemplatesSeen(by_name=self.templates))
         return Observed(
-            service=self.service,
+            service=service,
+            inheritance=inheritance,
             replicas=tuple(
                 replace(replica, sample=self.pods[name].sample if name in self.pods else None)
                 for name, replica in self.cache.view(self._actual(), self.now).items()
@@ -273,6 +277,7 @@ class SimulatedCluster(Faults):
             tuple(self.cache.view(self._actual(), self.now).values()),
             tuple(self.nodes.values()),
             dict(self.engines),
+            dict(self.templates),
         )
         samples = [pod.sample for pod in self.pods.values() if pod.sample and pod.answers]
         is_busy = any(sample.draining or sample.requests for sample in samples) and self.now.second % 2 == 0
