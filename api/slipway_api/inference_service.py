@@ -16,7 +16,7 @@ from slipway_api.inference_status import InferenceServiceStatus
 from slipway_api.model_source import PrePull
 from slipway_api.model_spec import Model
 from slipway_api.moments import read_moment
-from slipway_api.names import API_VERSION
+from slipway_api.names import ANNOTATION_PAUSE, API_VERSION
 from slipway_api.overlay import ResourceMap, Template, resource_rules
 from slipway_api.rollout_spec import Rollout
 from slipway_api.runtime_spec import Runtime
@@ -337,6 +337,14 @@ class InferenceService(Struct):
     def restart_moment(self) -> datetime | None:
         """spec.restartAt; None if it is not set, or if the calendar has no such day."""
         return read_moment(self.spec.restart_at)
+
+    @property
+    def paused_by(self) -> str:
+        """What a person has paused the rollouts with; empty: they are not paused."""
+        if self.spec.rollout.paused:
+            return "spec.rollout.paused"
+        is_marked = self.metadata.annotations.get(ANNOTATION_PAUSE) == "true"
+        return f"the annotation {ANNOTATION_PAUSE}" if is_marked else ""
 
     @property
     def fixed_replicas(self) -> int | None:
