@@ -1,4 +1,4 @@
-"""Laws of inheritance: whole blocks, the service wins, then the last template; the record gives readers the same spec."""
+"""Laws of inheritance: blocks are whole, the service wins, then the last template; every reader sees the same spec."""
 
 from typing import Any
 
@@ -92,10 +92,8 @@ def test_without_references_a_record_that_is_left_over_counts_for_nothing():
 
 
 def schema_of(crd: dict[str, Any]) -> dict[str, Any]:
-    properties: dict[str, Any] = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"][
-        "properties"
-    ]
-    return properties
+    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return dict(schema["properties"]["spec"]["properties"])
 
 
 def test_the_api_server_writes_no_block_that_nobody_wrote():

@@ -31,7 +31,7 @@ from slipway_operator.core.observed import (
     is_disruption,
 )
 from slipway_operator.core.service.plan import Plan, plan
-from slipway_operator.core.templates import StoredTemplate, TemplatesSeen, inherit
+from slipway_operator.core.templates import Inheritance, StoredTemplate, TemplatesSeen, inherit
 from tests.builders import DEFAULTS, T0, digests, serving_digests
 from tests.operator.core import laws, quiet_time
 from tests.operator.core.backoff_law import BackoffLaw
@@ -104,8 +104,7 @@ class SimulatedCluster(Faults):
     # --- what the operator sees and does -----------------------------------------------------------------------------
 
     def observed(self) -> Observed:
-        assert self.service is not None
-        service, inheritance = inherit(self.service, TemplatesSeen(by_name=self.templates))
+        service, inheritance = self._inherit()
         return Observed(
             service=service,
             inheritance=inheritance,
@@ -117,7 +116,7 @@ class SimulatedCluster(Faults):
             disrupted=self.disrupted,
             revisions=tuple(self.revisions.values()),
             defaults=replace(DEFAULTS, runtime_image=self.default_image),
-            engine=see_engine(self.service.spec.runtime.engine, self.engines),
+            engine=see_engine(service.spec.runtime.engine, self.engines),
             token_digests=digests,
             serving_digests=serving_digests,
             nonce_seed=b"a seed for tests",
@@ -134,6 +133,15 @@ class SimulatedCluster(Faults):
             failures=self.failures,
             smoke_results=dict(self.smoke_results),
         )
+
+    @property
+    def planned_service(self) -> InferenceService:
+        """The service with what it inherits."""
+        return self._inherit()[0]
+
+    def _inherit(self) -> tuple[InferenceService, Inheritance]:
+        assert self.service is not None
+        return inherit(self.service, TemplatesSeen(by_name=self.templates))
 
     @property
     def cache_lag(self) -> int:
