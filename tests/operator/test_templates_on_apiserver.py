@@ -12,7 +12,7 @@ from tests.operator.test_on_apiserver import Stage, a_stage, installed  # noqa: 
 
 pytestmark = [pytest.mark.apiserver, pytest.mark.capability("OP-15")]
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "templates.yaml"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "three-lines.yaml"
 TEMPLATE = "cpu-standard"
 
 
@@ -30,7 +30,7 @@ def cpu_of(pod: dict[str, Any]) -> str:
 
 
 def test_the_example_inherits_follows_a_change_and_survives_the_deletion_of_its_template(stage: Stage) -> None:
-    stage.apply(EXAMPLE.read_text())
+    stage.apply(EXAMPLE.read_text().replace("name: three", "name: chat"))
     stage.start_operator()
     [pod] = stage.eventually(stage.pods, "a pod")
     assert cpu_of(pod) == "100m"
