@@ -242,7 +242,7 @@ class InferenceServiceSpec(Struct):
 
     model: Model
     """The model, its served name and its credentials."""
-    base_refs: Annotated[tuple[TemplateReference, ...], bounded_list(at_most=8)] = Field(default=(), min_length=1)
+    base_refs: Annotated[tuple[TemplateReference, ...], bounded_list(at_most=8)] = ()
     """ServiceTemplates that supply the blocks which this spec leaves out: resources, template, autoscaling, rollout,
     drain, availability, budget and slo. A block is taken whole: the service's own, else that of the last template that
     has it, else the defaults of its fields. status.templates has the origin of each."""

@@ -40,7 +40,8 @@ class MergedRule:
     def for_api_server(self) -> Rule:
         """The rule of the definition: it holds if a template may supply a block that it reads."""
         skipped = " || ".join(f"!has(self.{block})" for block in self.blocks)
-        return self.rule._replace(expression=f"has(self.baseRefs) && ({skipped}) || ({self.rule.expression})")
+        inherits = f"has(self.baseRefs) && size(self.baseRefs) > 0 && ({skipped})"
+        return self.rule._replace(expression=f"{inherits} || ({self.rule.expression})")
 
 
 def find_broken_rules(spec: "InferenceServiceSpec", blocks: Iterable[str]) -> list[MergedRule]:

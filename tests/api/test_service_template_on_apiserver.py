@@ -98,5 +98,7 @@ def test_a_template_has_no_field_that_belongs_to_the_service(api, field):
     assert f'unknown field "spec.{field}"' in refused.value.stderr
 
 
-def test_an_empty_list_of_references_is_refused(api):
-    assert_refused(api, a_manifest("empty", baseRefs=[]), "spec.baseRefs")
+def test_with_an_empty_list_of_references_every_rule_is_checked(api):
+    spec = {"baseRefs": [], "runtime": {"tensorParallelSize": 2}}
+
+    assert_refused(api, a_manifest("empty", **spec), "resources.gpu.count must be 0 (CPU) or equal")
