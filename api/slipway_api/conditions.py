@@ -65,6 +65,7 @@ class Reason(StrEnum):
     HUB_UNREACHABLE = "HubUnreachable"
     CRASH_LOOPING = "CrashLooping"
     ENGINE_NOT_FOUND = "EngineNotFound"
+    TEMPLATE_NOT_FOUND = "TemplateNotFound"
     # Ready=True, and WorkloadAvailable
     AVAILABLE = "Available"
     DEGRADED = "Degraded"  # below desired, but serving
@@ -146,6 +147,7 @@ class EventReason(StrEnum):
     RESUMED = "Resumed"
     WARM_POD_CLAIMED = "WarmPodClaimed"
     MODEL_CACHED = "ModelCached"
+    TEMPLATE_APPLIED = "TemplateApplied"
     WARM_POOL_MISS = "WarmPoolMiss"
     INVALID_SPEC = "InvalidSpec"
     DOES_NOT_FIT = "DoesNotFit"
@@ -164,6 +166,7 @@ class EventReason(StrEnum):
     HUB_UNREACHABLE = "HubUnreachable"
     CRASH_LOOPING = "CrashLooping"
     ENGINE_NOT_FOUND = "EngineNotFound"
+    TEMPLATE_NOT_FOUND = "TemplateNotFound"
     NO_GATEWAY = "NoGateway"
     METRICS_STALE = "MetricsStale"
     KEY_REFUSED = "KeyRefused"
@@ -222,6 +225,7 @@ _NORMAL_EVENTS = frozenset(
         EventReason.RESUMED,
         EventReason.WARM_POD_CLAIMED,
         EventReason.MODEL_CACHED,
+        EventReason.TEMPLATE_APPLIED,
     }
 )
 

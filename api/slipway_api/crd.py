@@ -24,6 +24,7 @@ from slipway_api.inference_service import InferenceService
 from slipway_api.lora_adapter import LoRAAdapter
 from slipway_api.names import GROUP, VERSION
 from slipway_api.reference import reference_page
+from slipway_api.service_template import BLOCKS, ServiceTemplate
 from slipway_api.structural import Schema, structural, without_defaults
 from slipway_api.vocabulary import vocabulary_section
 from slipway_api.warm_pool import WarmPool
@@ -94,6 +95,12 @@ ENGINE_COLUMNS = [
 ]
 
 
+SERVICE_TEMPLATE_COLUMNS = [
+    _column("Description", ".spec.description", "What it is for"),
+    _column("Age", ".metadata.creationTimestamp", "Since creation", type="date"),
+]
+
+
 def inference_service_crd() -> dict[str, Any]:
     """The CustomResourceDefinition of InferenceService."""
     scale = {
@@ -102,7 +109,11 @@ def inference_service_crd() -> dict[str, Any]:
         "labelSelectorPath": ".status.selector",
     }
     # KServe has a kind of the same name with the short name isvc: ours must not shadow it.
-    return _definition(InferenceService, "infsvc", INFERENCE_SERVICE_COLUMNS, scale=scale)
+    crd = _definition(InferenceService, "infsvc", INFERENCE_SERVICE_COLUMNS, scale=scale)
+    fields = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
+    for block in BLOCKS:  # written out by the API server, a default would look like a block of the service's own
+        fields[block].pop("default", None)
+    return crd
 
 
 def lora_adapter_crd() -> dict[str, Any]:
@@ -120,8 +131,13 @@ def engine_crd() -> dict[str, Any]:
     return _definition(Engine, "eng", ENGINE_COLUMNS, scope="Cluster")
 
 
+def service_template_crd() -> dict[str, Any]:
+    """The CustomResourceDefinition of ServiceTemplate, which belongs to the cluster and has no status."""
+    return _definition(ServiceTemplate, "svctpl", SERVICE_TEMPLATE_COLUMNS, scope="Cluster")
+
+
 def _definition(
-    kind: type[InferenceService] | type[LoRAAdapter] | type[WarmPool] | type[Engine],
+    kind: type[InferenceService] | type[LoRAAdapter] | type[WarmPool] | type[Engine] | type[ServiceTemplate],
     short_name: str,
     columns: list[dict[str, Any]],
     *,
@@ -191,6 +207,7 @@ def generated_files() -> dict[str, str]:
         **_files_of(engine_crd(), "docs/api-engine.md", f"{template_section()}\n{_matrix()}"),
         **_files_of(inference_service_crd(), "docs/api.md", vocabulary_section()),
         **_files_of(lora_adapter_crd(), "docs/api-lora-adapter.md", adapter_conditions.vocabulary_section()),
+        **_files_of(service_template_crd(), "docs/api-service-template.md", ""),
         **_files_of(warm_pool_crd(), "docs/api-warm-pool.md", warm_pool_conditions.vocabulary_section()),
         **_engines_of_chart(),
     }

@@ -7,22 +7,31 @@ replica runs it in `runtime_spec`.
 
 from datetime import datetime
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from slipway_api.autoscaling import Autoscaling, ScalingMode
 from slipway_api.inference_status import InferenceServiceStatus
-from slipway_api.model_source import PRE_PULL_RULE, PrePull
+from slipway_api.model_source import PrePull
 from slipway_api.model_spec import Model
 from slipway_api.moments import read_moment
-from slipway_api.names import API_VERSION
+from slipway_api.names import ANNOTATION_PAUSE, API_VERSION
 from slipway_api.overlay import ResourceMap, Template, resource_rules
-from slipway_api.rollout_spec import SPEC_RULES as ROLLOUT_RULES
 from slipway_api.rollout_spec import Rollout
 from slipway_api.runtime_spec import Runtime
 from slipway_api.slo import SLO
-from slipway_api.types import DecimalString, ObjectMeta, Rule, ServiceKey, Struct, cel_rules, decimal_rule
+from slipway_api.spec_rules import SPEC_RULES
+from slipway_api.types import (
+    DecimalString,
+    ObjectMeta,
+    Rule,
+    ServiceKey,
+    Struct,
+    bounded_list,
+    cel_rules,
+    decimal_rule,
+)
 
 
 class GPU(Struct):
@@ -212,17 +221,11 @@ class WarmPoolReference(Struct):
     """Prefer: start a replica cold when the pool has no fit pod. Require: wait for one."""
 
 
-_POOL_WITHIN_LIMIT = (
-    "self.resources.gpu.count != 0 || !has(self.runtime.kvCache.bytes) || !has(self.resources.limits) || "
-    "!('memory' in self.resources.limits) || !isQuantity(self.runtime.kvCache.bytes) || "
-    "!isQuantity(string(self.resources.limits['memory'])) || "
-    "quantity(self.runtime.kvCache.bytes).isLessThan(quantity(string(self.resources.limits['memory'])))"
-)
-_HOST_MEMORY_WITHIN_LIMIT = (
-    "!has(self.runtime.kvCache.hostBytes) || !has(self.resources.limits) || !('memory' in self.resources.limits) || "
-    "!isQuantity(self.runtime.kvCache.hostBytes) || !isQuantity(string(self.resources.limits['memory'])) || "
-    "quantity(self.runtime.kvCache.hostBytes).isLessThan(quantity(string(self.resources.limits['memory'])))"
-)
+class TemplateReference(Struct):
+    """A ServiceTemplate, by name."""
+
+    name: str = Field(min_length=1, max_length=63)
+    """Name of the ServiceTemplate, which belongs to the cluster."""
 
 
 class InferenceServiceSpec(Struct):
@@ -234,64 +237,15 @@ class InferenceServiceSpec(Struct):
             "restartAt must be a moment of the calendar in RFC 3339, such as 2026-05-01T12:00:00Z",
             ".restartAt",
         ),
-        Rule(
-            "self.resources.gpu.count == 0 || self.runtime.tensorParallelSize == self.resources.gpu.count",
-            "resources.gpu.count must be 0 (CPU) or equal runtime.tensorParallelSize",
-            ".resources.gpu.count",
-        ),
-        Rule(
-            "!has(self.model.shape) || self.model.shape.heads % self.runtime.tensorParallelSize == 0 && ("
-            "self.model.shape.kvHeads % self.runtime.tensorParallelSize == 0 || "
-            "self.runtime.tensorParallelSize % self.model.shape.kvHeads == 0)",
-            "runtime.tensorParallelSize must divide model.shape.heads, and divide model.shape.kvHeads or be a multiple "
-            "of it: each GPU holds whole heads, or a copy of one key-value head",
-            ".runtime.tensorParallelSize",
-        ),
-        Rule(
-            _POOL_WITHIN_LIMIT,
-            "runtime.kvCache.bytes must be below resources.limits.memory, because without a GPU the KV cache is "
-            "part of the container's memory",
-            ".runtime.kvCache.bytes",
-        ),
-        Rule(
-            _HOST_MEMORY_WITHIN_LIMIT,
-            "runtime.kvCache.hostBytes must be below resources.limits.memory, because it is part of the container's "
-            "memory",
-            ".runtime.kvCache.hostBytes",
-        ),
-        Rule(
-            "!has(self.autoscaling) || self.autoscaling.mode in ['External', 'Advisory'] || !has(self.replicas)",
-            "replicas must be absent where autoscaling decides; set one of the two, or autoscaling.mode: External or "
-            "Advisory",
-            ".replicas",
-        ),
-        Rule(
-            "!has(self.budget) || !has(self.budget.maxGPUs) || self.resources.gpu.count <= self.budget.maxGPUs",
-            "budget.maxGPUs must allow one replica: at least resources.gpu.count",
-            ".budget.maxGPUs",
-        ),
-        Rule(
-            "!has(self.budget) || !has(self.budget.maxGPUs) || has(self.autoscaling) || !has(self.replicas) || "
-            "self.replicas * self.resources.gpu.count <= self.budget.maxGPUs",
-            "replicas times resources.gpu.count must not exceed budget.maxGPUs",
-            ".replicas",
-        ),
-        PRE_PULL_RULE,
-        Rule(
-            "self.runtime.engine == 'slipway' || !has(self.warmPool)",
-            "warmPool is only for runtime.engine slipway: the pods of a pool run Slipway's runtime",
-            ".warmPool",
-        ),
-        Rule(
-            "self.runtime.engine == 'slipway' || !has(self.prePull)",
-            "prePull is only for runtime.engine slipway: the pods that pull run Slipway's runtime",
-            ".prePull",
-        ),
-        *ROLLOUT_RULES,
+        *SPEC_RULES,
     )
 
     model: Model
     """The model, its served name and its credentials."""
+    base_refs: Annotated[tuple[TemplateReference, ...], bounded_list(at_most=8)] = ()
+    """ServiceTemplates that supply the blocks which this spec leaves out: resources, template, autoscaling, rollout,
+    drain, availability, budget and slo. A block is taken whole: the service's own, else that of the last template that
+    has it, else the defaults of its fields. status.templates has the origin of each."""
     profile: Profile | None = None
     """The kind of load: chat, coding, voice, batch or long-context. It fills runtime.maxNumSeqs,
     runtime.maxNumBatchedTokens and runtime.speculation where they are at their default, and resources.requests of CPU
@@ -383,6 +337,14 @@ class InferenceService(Struct):
     def restart_moment(self) -> datetime | None:
         """spec.restartAt; None if it is not set, or if the calendar has no such day."""
         return read_moment(self.spec.restart_at)
+
+    @property
+    def paused_by(self) -> str:
+        """What a person has paused the rollouts with; empty: they are not paused."""
+        if self.spec.rollout.paused:
+            return "spec.rollout.paused"
+        is_marked = self.metadata.annotations.get(ANNOTATION_PAUSE) == "true"
+        return f"the annotation {ANNOTATION_PAUSE}" if is_marked else ""
 
     @property
     def fixed_replicas(self) -> int | None:

@@ -1,6 +1,6 @@
 """The status of an InferenceService. Timestamps, never ages; numbers that change all the time are metrics."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -212,6 +212,17 @@ class PendingUpgrade(Struct):
     """What it waits for."""
 
 
+class TemplateStatus(Struct):
+    """A ServiceTemplate of spec.baseRefs, as it was last applied."""
+
+    name: str = Field(max_length=63)
+    """Name of the ServiceTemplate."""
+    generation: int = Field(default=0, ge=0)
+    """Its metadata.generation."""
+    blocks: Annotated[tuple[str, ...], bounded_list(at_most=16)] = ()
+    """The blocks that the service inherits from it; absent: none."""
+
+
 class InferenceServiceStatus(Struct):
     """The state of the service that the operator last observed."""
 
@@ -268,5 +279,10 @@ class InferenceServiceStatus(Struct):
     """Which nodes have the model; absent: it is neither cached nor pulled before replicas start."""
     model: ModelFacts | None = None
     """Sizes of the model as its hub has them; absent: spec.model.shape has them, or they could not be read."""
+    templates: Annotated[tuple[TemplateStatus, ...], bounded_list(at_most=8)] = ()
+    """The ServiceTemplates of spec.baseRefs, as they were last applied; absent: there are none."""
+    inherited: dict[str, Any] | None = None
+    """The inherited blocks of the spec, as they were last applied. They stay in force while a template is missing or
+    cannot be applied."""
     pending_upgrade: PendingUpgrade | None = None
     """A newer runtime image that the installation offers, and what it waits for; absent: none."""

@@ -67,6 +67,7 @@ ANNOTATION_PRE_PULL_NODE: Final = f"{GROUP}/pre-pull-node"
 # Annotations on an InferenceService, written by its user; each acts only while the revision that it names is the update
 # (rollback-to: while it is in status.revisions).
 ANNOTATION_PROMOTE: Final = f"{GROUP}/promote"
+ANNOTATION_PAUSE: Final = f"{GROUP}/pause"  # "true": as spec.rollout.paused, for a service that inherits its rollout
 ANNOTATION_ABORT: Final = f"{GROUP}/abort"
 ANNOTATION_ROLLBACK_TO: Final = f"{GROUP}/rollback-to"
 ANNOTATION_WAKE: Final = f"{GROUP}/wake"  # RFC 3339: a service at zero starts a replica then

@@ -239,35 +239,3 @@ class Rollout(Struct):
     """A rollout without progress for this long is reported as Stalled."""
     revision_history_limit: int = Field(default=5, ge=0, le=5)
     """Number of old revisions that are kept."""
-
-
-_MOST_REPLICAS = "(has(self.autoscaling) ? self.autoscaling.maxReplicas : has(self.replicas) ? self.replicas : 1)"
-
-# Rules of the spec that compare `rollout` with other fields.
-SPEC_RULES = (
-    Rule(
-        f"self.rollout.strategy != 'BlueGreen' || self.rollout.rollingUpdate.maxSurge >= {_MOST_REPLICAS}",
-        "strategy BlueGreen starts a second full set: rollingUpdate.maxSurge must be at least the number of replicas "
-        "(with autoscaling: maxReplicas)",
-        ".rollout.rollingUpdate",
-    ),
-    Rule(
-        "!(self.rollout.strategy in ['Canary', 'BlueGreen']) || self.runtime.quantization == 'none' || "
-        "(has(self.rollout.gates) && (has(self.rollout.gates.golden) || "
-        "(has(self.rollout.gates.smoke) && size(self.rollout.gates.smoke) > 0)))",
-        "a quantized revision is promoted only with a gate result: add rollout.gates.smoke or rollout.gates.golden",
-        ".rollout.gates",
-    ),
-    Rule(
-        "self.runtime.task != 'embed' || !has(self.rollout.gates)",
-        "rollout.gates ask for text, which a service with runtime.task embed does not generate",
-        ".rollout.gates",
-    ),
-    Rule(
-        "self.rollout.strategy != 'Canary' || (has(self.model.servedName) ? self.model.servedName : '') == "
-        "(has(oldSelf.model.servedName) ? oldSelf.model.servedName : '')",
-        "strategy Canary cannot change model.servedName: requests are split between two revisions of one name; "
-        "change the name with another strategy",
-        ".model.servedName",
-    ),
-)

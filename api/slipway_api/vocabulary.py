@@ -19,6 +19,7 @@ _STALLED_EVENTS: Final = (
     *(Reason.CREDENTIALS_INVALID, Reason.QUOTA_EXCEEDED, Reason.REFUSED, Reason.CRASH_LOOPING),
     *(Reason.REVISION_MISSING, Reason.POOL_NOT_FOUND),
     *(Reason.NO_SUITABLE_NODE, Reason.HUB_UNREACHABLE, Reason.MOUNT_FAILED, Reason.ENGINE_NOT_FOUND),
+    Reason.TEMPLATE_NOT_FOUND,
 )
 
 TERMINATING: Final = Cause(
@@ -346,6 +347,7 @@ EVENTS: Final = {
     EventReason.RESUMED: "spec.suspend became false: replicas start again.",
     EventReason.WARM_POD_CLAIMED: "A pod of the warm pool became a replica, and for which slot.",
     EventReason.MODEL_CACHED: "All nodes that replicas may run on have the model; how many.",
+    EventReason.TEMPLATE_APPLIED: "The inherited blocks have changed; their names, templates and generations.",
     EventReason.WARM_POOL_MISS: "The warm pool has no pod for a replica; why, and what happens instead.",
     EventReason.INVALID_SPEC: "The spec breaks a rule.",
     **{EventReason(reason.value): STALLED_CAUSES[reason].meaning for reason in _STALLED_EVENTS},

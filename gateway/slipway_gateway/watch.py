@@ -69,20 +69,6 @@ class ConditionFacts(Slim, frozen=True, gc=False):
     last_transition_time: str = ""
 
 
-class ServiceStatus(Slim, frozen=True, gc=False):
-    """The operator's status of a service."""
-
-    conditions: tuple[ConditionFacts, ...] = ()
-    served_name: str = ""
-    desired_replicas: int = 0
-    failed_revision: str = ""
-    current_revision: str = ""
-    update_revision: str = ""
-    canary: CanaryStatus = CanaryStatus()
-    autoscaling: dict[str, Any] | None = None  # for the console
-    revisions: tuple[RevisionStatus, ...] = ()
-
-
 class Activation(Slim, frozen=True, gc=False):
     """`spec.autoscaling.scaleToZero.activation`, with the defaults of the kind."""
 
@@ -172,16 +158,38 @@ def _seconds_of(text: str) -> float | None:
         return None
 
 
-class ServiceSpec(Slim, frozen=True, gc=False):
+class Blocks(Slim, frozen=True, gc=False):
+    """The blocks of a spec that a ServiceTemplate may supply, as far as routing needs them."""
+
+    drain: DrainSpec | None = None
+    autoscaling: Autoscaling | None = None
+    slo: SLOSpec | None = None
+    rollout: RolloutSpec | None = None
+
+
+class ServiceSpec(Blocks, frozen=True, gc=False):
     """The fields of the spec that say how requests are routed, and which may wait for a replica."""
 
     suspend: bool = False
-    drain: DrainSpec = DrainSpec()
     runtime: RuntimeSpec = RuntimeSpec()
-    autoscaling: Autoscaling | None = None
     routing: RoutingSpec = RoutingSpec()
-    slo: SLOSpec = SLOSpec()
-    rollout: RolloutSpec = RolloutSpec()
+    base_refs: tuple[Slim, ...] = ()
+
+
+class ServiceStatus(Slim, frozen=True, gc=False):
+    """The operator's status of a service."""
+
+    conditions: tuple[ConditionFacts, ...] = ()
+    served_name: str = ""
+    desired_replicas: int = 0
+    failed_revision: str = ""
+    current_revision: str = ""
+    update_revision: str = ""
+    canary: CanaryStatus = CanaryStatus()
+    autoscaling: dict[str, Any] | None = None  # for the console
+    observed_generation: int = 0
+    inherited: Blocks | None = None  # what the operator last applied of the templates of spec.baseRefs
+    revisions: tuple[RevisionStatus, ...] = ()
 
 
 class InferenceService(Object, frozen=True, gc=False):
@@ -189,6 +197,34 @@ class InferenceService(Object, frozen=True, gc=False):
 
     spec: ServiceSpec = ServiceSpec()
     status: ServiceStatus = ServiceStatus()
+
+    @property
+    def inherited(self) -> Blocks:
+        """The inherited blocks as the operator last applied them; none without `spec.baseRefs`."""
+        return (self.status.inherited if self.spec.base_refs else None) or Blocks()
+
+    @property
+    def drain(self) -> DrainSpec:
+        """The service's own block, else the inherited one, else the defaults."""
+        return self.spec.drain or self.inherited.drain or DrainSpec()
+
+    @property
+    def autoscaling(self) -> Autoscaling | None:
+        """Likewise; None: none has it."""
+        return self.spec.autoscaling or self.inherited.autoscaling
+
+    @property
+    def slo(self) -> SLOSpec:
+        """Likewise."""
+        return self.spec.slo or self.inherited.slo or SLOSpec()
+
+    @property
+    def rollout(self) -> RolloutSpec:
+        """Likewise. While the operator has not seen a changed spec with templates, it may ask for a canary."""
+        if (known := self.spec.rollout or self.inherited.rollout) is not None:
+            return known
+        is_seen = self.status.observed_generation == self.metadata.generation
+        return RolloutSpec() if is_seen or not self.spec.base_refs else RolloutSpec(strategy="Canary")
 
 
 class BaseRef(Slim, frozen=True, gc=False):
@@ -291,10 +327,10 @@ def service_of(resource: InferenceService) -> Service:
         uid=resource.uid,
         created=resource.metadata.creation_timestamp,
         weights={revision.hash: revision.weight for revision in revisions},
-        withheld=withheld_revisions(resource.spec.rollout, resource.status),
+        withheld=withheld_revisions(resource.rollout, resource.status),
         mirrors={revision.hash: revision.mirror_percent for revision in revisions if revision.mirror_percent},
         desired_replicas=resource.status.desired_replicas,
-        activation=activation_of(resource.spec.autoscaling),
+        activation=activation_of(resource.autoscaling),
         is_suspended=resource.spec.suspend,
         stalled=cannot_start(resource.status.conditions),
         max_num_seqs=resource.spec.runtime.max_num_seqs,
@@ -303,8 +339,8 @@ def service_of(resource: InferenceService) -> Service:
         fallback=f"{resource.namespace}/{fallback.service}" if fallback.service else "",
         fallback_seconds=fallback.after_seconds,
         hedged_prompt_tokens=hedging.max_prompt_tokens if hedging is not None else 0,
-        handover=resource.spec.drain.handover,
-        latency_limits=resource.spec.slo.latency_limits,
+        handover=resource.drain.handover,
+        latency_limits=resource.slo.latency_limits,
     )
 
 

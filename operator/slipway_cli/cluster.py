@@ -16,6 +16,7 @@ from urllib3.exceptions import HTTPError
 from slipway_api import names
 from slipway_api.admin_token import admin_token
 from slipway_api.inference_service import InferenceService
+from slipway_api.service_template import ServiceTemplate, with_inherited
 
 KINDS: Final = {"InferenceService": "inferenceservices", "LoRAAdapter": "loraadapters", "WarmPool": "warmpools"}
 
@@ -61,8 +62,14 @@ class Cluster:
         return other
 
     def service(self, name: str) -> InferenceService:
-        """One service, as the API server has it."""
-        return InferenceService.model_validate(self.get("InferenceService", name))
+        """One service, with the blocks that it inherits from templates."""
+        return InferenceService.model_validate(with_inherited(self.get("InferenceService", name)))
+
+    def templates(self) -> list[dict[str, Any]]:
+        """The ServiceTemplates of the cluster."""
+        with _explained(ServiceTemplate.PLURAL):
+            found = self._objects.list_cluster_custom_object(names.GROUP, names.VERSION, ServiceTemplate.PLURAL)
+        return list(cast(dict[str, Any], found)["items"])
 
     def get(self, kind: str, name: str) -> dict[str, Any]:
         """One object of our kinds as JSON."""

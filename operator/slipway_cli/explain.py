@@ -48,6 +48,7 @@ def explain_status(service: InferenceService) -> dict[str, Any]:
             }
             for one in status.revisions
         ],
+        "inherits": [one.to_json() for one in status.templates],
         "slo": _explain_slo(service),
         "cost": status.cost.to_json() if status.cost is not None else None,
         "conditions": [

@@ -29,6 +29,7 @@ from slipway_cli.console import forwarded_console, wait_for_interrupt
 from slipway_cli.explain import explain_plan, explain_scaling, explain_status
 from slipway_cli.routes import NotExportedError, Options, export_routes
 from slipway_cli.simulation import ReplicaModel, Result, simulate
+from slipway_cli.templates import read_templates, resolve_templates, stored_templates
 from slipway_cli.traces import BadInputError, read_service, read_trace
 from slipway_cli.why import Step, find_accounts
 from slipway_operator.core.scaling.limits import LIMIT_NAMES
@@ -75,6 +76,9 @@ Name = Annotated[str, typer.Argument(help="Name of the InferenceService.")]
 Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace; default: that of the context.")]
 Context = Annotated[str, typer.Option("--context", help="Context of the kubeconfig; default: the current one.")]
 Form = Annotated[Output, typer.Option("--output", "-o", help="table, or json for programs.")]
+TemplateFiles = Annotated[
+    list[Path] | None, typer.Option("--templates", "-t", help="File with ServiceTemplates; may be given again.")
+]
 Manifest = Annotated[Path, typer.Option("--filename", "-f", help="Manifest with one InferenceService.")]
 
 
@@ -87,6 +91,9 @@ def status(name: Name, namespace: Namespace = "", context: Context = "", output:
     out.print(f"{found['name']}  Ready={found['ready']} {found['reason']}: {found['message']}", soft_wrap=True)
     if not found["upToDate"]:
         out.print("the operator has not followed the newest change of the spec yet")
+    for template in found["inherits"]:
+        blocks = ", ".join(template.get("blocks", ())) or "nothing: the service or a later template has its blocks"
+        out.print(f"from ServiceTemplate {template['name']} (generation {template['generation']}): {blocks}")
     replicas = found["replicas"]
     out.print(f"replicas: {replicas['ready']} of {replicas['desired']} ready, {replicas['draining']} draining")
     if (slo := found["slo"]) is not None:
@@ -181,8 +188,14 @@ def pause(
     namespace: Namespace = "",
     context: Context = "",
 ) -> None:
-    """Hold the rollout where it is (spec.rollout.paused); --resume continues it."""
-    Cluster(namespace, context).patch("InferenceService", name, {"spec": {"rollout": {"paused": not resume}}})
+    """Hold the rollout where it is; --resume continues it."""
+    cluster = Cluster(namespace, context)
+    own = cluster.get("InferenceService", name)["spec"].get("rollout")
+    # A service without a block of its own would no longer inherit spec.rollout if one were written.
+    mark = {"metadata": {"annotations": {names.ANNOTATION_PAUSE: None if resume else "true"}}}
+    cluster.patch("InferenceService", name, mark if own is None else {"spec": {"rollout": {"paused": not resume}}})
+    if resume and own is not None:
+        cluster.patch("InferenceService", name, mark)
     out.print(f"{name}: the rollout {'continues' if resume else 'is paused'}")
 
 
@@ -259,12 +272,14 @@ def simulate_load(
     cold_start: Annotated[float, typer.Option(help="Seconds from pod to ready.")] = 60.0,
     token_seconds: Annotated[float, typer.Option(help="Seconds between two tokens of a request.")] = 0.03,
     kv_tokens: Annotated[int, typer.Option(help="Tokens that the KV cache of a replica holds.")] = 200_000,
+    templates: TemplateFiles = None,
     output: Form = Output.TABLE,
 ) -> None:
     """Replay a load against a manifest: the operator's own decisions in virtual time. Needs no cluster."""
     loads = read_trace(trace)
     model = ReplicaModel(cold_start=timedelta(seconds=cold_start), token_seconds=token_seconds, kv_tokens=kv_tokens)
-    result = simulate(read_service(manifest), loads, model, seconds=seconds or loads[-1].seconds + 120)
+    service, _ = _merged(manifest, templates or [])
+    result = simulate(service, loads, model, seconds=seconds or loads[-1].seconds + 120)
     if output is Output.JSON:
         return _print_json(_result(result))
     _print_table(("AT", "EVENT", "REASON"), list(result.changes), lambda row: (f"{row[0]:.0f}s", row[1], row[2]))
@@ -284,17 +299,28 @@ def simulate_load(
 def plan(
     manifest: Manifest,
     gpu_hour_cost: Annotated[float, typer.Option(help="Price of one GPU for an hour.")] = 0.0,
+    templates: TemplateFiles = None,
+    from_cluster: Annotated[
+        bool, typer.Option("--from-cluster", help="Read the ServiceTemplates that no file has from the cluster.")
+    ] = False,
+    context: Context = "",
     output: Form = Output.TABLE,
 ) -> None:
-    """Print memory, concurrency and cost of a manifest, and whether it fits. Needs no cluster."""
-    found = explain_plan(read_service(manifest), gpu_hour_cost=gpu_hour_cost)
+    """Print memory, concurrency and cost of a manifest, whether it fits, and what it inherits. Needs no cluster."""
+    in_cluster = Cluster(context=context).templates() if from_cluster else []
+    service, blocks = _merged(manifest, templates or [], in_cluster)
+    found = explain_plan(service, gpu_hour_cost=gpu_hour_cost)
+    if service.spec.base_refs:
+        found["blocks"] = blocks
     if output is Output.JSON:
         _print_json(found)
     else:
         out.print(f"{found['name']}: {found['message']}", soft_wrap=True)
-        flat = {key: value for key, value in found.items() if isinstance(value, dict)}
+        flat = {key: value for key, value in found.items() if isinstance(value, dict) and key != "blocks"}
         rows = [(key, ", ".join(f"{name} {one}" for name, one in value.items())) for key, value in flat.items()]
         _print_table(("PART", "VALUES"), rows, lambda row: row)
+        if "blocks" in found:
+            _print_table(("BLOCK", "FROM", "VALUE"), list(blocks.items()), _block_row)
         for sentence in found["advice"]:
             out.print(f"advice: {sentence}", soft_wrap=True)
     if found["fits"] is False:
@@ -374,6 +400,19 @@ def main() -> None:
 def completion(shell: Annotated[Shell, typer.Argument(help="bash or zsh.")]) -> None:
     """Print the completion script of a shell for the command kubectl-slipway."""
     typer.echo(SCRIPTS[shell], nl=False)
+
+
+def _merged(
+    manifest: Path, templates: list[Path], in_cluster: list[dict[str, Any]] | None = None
+) -> tuple[InferenceService, dict[str, dict[str, Any]]]:
+    """The service of a manifest with what it inherits; templates may stand in the manifest too."""
+    found = stored_templates(in_cluster or []) | read_templates([manifest, *templates])
+    return resolve_templates(read_service(manifest), found)
+
+
+def _block_row(row: tuple[str, dict[str, Any]]) -> tuple[str, str, str]:
+    name, block = row
+    return name, block["from"], json.dumps(block["value"])
 
 
 def _rolling(service: InferenceService) -> str:

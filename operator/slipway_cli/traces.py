@@ -20,16 +20,12 @@ class BadInputError(Exception):
 
 def read_service(path: Path) -> InferenceService:
     """The only InferenceService of a manifest."""
-    try:
-        documents = [one for one in yaml.safe_load_all(path.read_text()) if isinstance(one, dict)]
-    except (OSError, yaml.YAMLError) as exc:
-        raise BadInputError(f"{path}: {exc}") from exc
-    found = [one for one in documents if one.get("kind") == InferenceService.KIND]
+    found = [one for one in read_documents(path) if one.get("kind") == InferenceService.KIND]
     if len(found) != 1:
         raise BadInputError(f"{path}: {len(found)} InferenceServices; one is needed")
-    schema = inference_service_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
-    if unknown := list(_unknown_fields(found[0].get("spec"), schema, "spec")):
-        raise BadInputError(f"{path}: unknown field {unknown[0]}; see kubectl explain infsvc.spec --recursive")
+    schema = spec_schema(inference_service_crd())
+    if unknown := next(unknown_fields(found[0].get("spec"), schema, "spec"), None):
+        raise BadInputError(f"{path}: unknown field {unknown}; see kubectl explain infsvc.spec --recursive")
     try:
         return InferenceService.parse(_with_namespace(found[0]))
     except ValidationError as exc:
@@ -38,17 +34,31 @@ def read_service(path: Path) -> InferenceService:
         raise BadInputError(f"{path}: {where}: {first['msg']}") from exc
 
 
-def _unknown_fields(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[str]:
+def read_documents(path: Path) -> list[dict[str, Any]]:
+    """The objects of a YAML file."""
+    try:
+        return [one for one in yaml.safe_load_all(path.read_text()) if isinstance(one, dict)]
+    except (OSError, yaml.YAMLError) as exc:
+        raise BadInputError(f"{path}: {exc}") from exc
+
+
+def spec_schema(crd: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of the spec in a CustomResourceDefinition."""
+    schema: Mapping[str, Any] = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    return schema
+
+
+def unknown_fields(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[str]:
     """The paths of fields that the schema does not have, such as `spec.runtime.maxModelLenn`."""
     if isinstance(value, list):
         for one in value:
-            yield from _unknown_fields(one, schema.get("items", {}), f"{path}[]")
+            yield from unknown_fields(one, schema.get("items", {}), f"{path}[]")
     known = schema.get("properties")
     if not isinstance(value, dict) or known is None or schema.get("x-kubernetes-preserve-unknown-fields"):
         return
     for name, inner in value.items():
         if name in known:
-            yield from _unknown_fields(inner, known[name], f"{path}.{name}")
+            yield from unknown_fields(inner, known[name], f"{path}.{name}")
         else:
             yield f"{path}.{name}"
 

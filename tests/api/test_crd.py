@@ -88,7 +88,7 @@ def test_replicas_the_autoscaler_and_room_for_adapters_stay_absent(schema):
     assert "lora" not in spec["runtime"]["default"]
     assert "default" not in spec["replicas"]
     assert "default" not in spec["autoscaling"]
-    assert spec["drain"]["default"] == {"timeoutSeconds": 300, "endpointPropagationSeconds": 5, "handover": True}
+    assert spec["routing"]["default"] == {"strategy": "PrefixCache", "requestTimeoutSeconds": 600}
 
 
 def test_the_api_server_gives_a_new_object_a_status_and_adds_nothing_to_one_that_is_written(schema):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from e2e.cluster.access import CommandError
+from slipway_api.service_template import BLOCKS
 from tests.api.manifests import NAMESPACE, a_manifest, apply, assert_refused, stored
 
 pytestmark = pytest.mark.apiserver
@@ -71,11 +72,18 @@ def test_three_lines_are_enough_and_the_defaults_are_filled_in(api):
     assert spec["runtime"]["maxNumBatchedTokens"] == 2048
     assert spec["runtime"]["blockSize"] == 16
     assert spec["runtime"]["kvCache"] == {"gpuMemoryUtilization": "0.85", "dtype": "auto"}
+    assert spec["routing"] == {"strategy": "PrefixCache", "requestTimeoutSeconds": 600}
+    assert spec["model"]["samplingDefaults"] == {"maxTokens": 1024}
+    assert spec.keys().isdisjoint({"replicas", *BLOCKS}), "a block that is not written may be inherited"
+
+
+def test_a_block_that_is_written_gets_the_defaults_of_its_fields(api):
+    apply(api, a_manifest("blocks", drain={"timeoutSeconds": 30}, resources={}, rollout={}))
+    spec = stored(api, "blocks")["spec"]
+
+    assert spec["drain"] == {"timeoutSeconds": 30, "endpointPropagationSeconds": 5, "handover": True}
     assert spec["resources"]["gpu"] == {"count": 1, "resourceName": "nvidia.com/gpu"}
     assert spec["rollout"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0, "minReadySeconds": 0}
-    assert spec["drain"] == {"timeoutSeconds": 300, "endpointPropagationSeconds": 5, "handover": True}
-    assert spec["model"]["samplingDefaults"] == {"maxTokens": 1024}
-    assert spec.keys().isdisjoint({"replicas", "autoscaling", "template"})
 
 
 def test_one_field_of_a_struct_keeps_the_defaults_of_the_others(api):

@@ -10,7 +10,13 @@ import yaml
 
 import slipway_api
 from e2e.cluster.access import Access, CommandError
-from slipway_api.crd import engine_crd, inference_service_crd, lora_adapter_crd, warm_pool_crd
+from slipway_api.crd import (
+    engine_crd,
+    inference_service_crd,
+    lora_adapter_crd,
+    service_template_crd,
+    warm_pool_crd,
+)
 
 pytestmark = pytest.mark.apiserver
 
@@ -156,6 +162,7 @@ def test_with_watched_namespaces_the_rights_end_there(apiserver):
         "slipway-operator-finalizers",
         "slipway-view",
         "slipway-edit",
+        "slipway-templates",
     }
     # review/operator-users.md 2: the Role may be deleted before the services of its namespace.
     kinds, namespaces = of_kind(manifests, "ClusterRole")["slipway-operator-finalizers"]["rules"]
@@ -200,6 +207,7 @@ def test_the_chart_installs_the_very_crd_that_the_kinds_describe(apiserver, rend
         "loraadapters.slipway.dev": lora_adapter_crd(),
         "warmpools.slipway.dev": warm_pool_crd(),
         "engines.slipway.dev": engine_crd(),
+        "servicetemplates.slipway.dev": service_template_crd(),
     }
     assert of_kind(render(apiserver, "crds.install=false"), "CustomResourceDefinition") == {}
 
@@ -415,6 +423,21 @@ def test_the_built_in_roles_reach_our_kind(rendered):
 
     assert reached_by == {"slipway-view": {"view", "edit", "admin"}, "slipway-edit": {"edit", "admin"}}
     assert {verb for rule in roles["slipway-view"]["rules"] for verb in rule["verbs"]} == {"get", "list", "watch"}
+
+
+@pytest.mark.capability("OP-15")
+def test_templates_are_read_by_operator_and_users_and_written_by_the_platform_team_alone(rendered):
+    verbs = {
+        name: {verb for rule in role["rules"] if "servicetemplates" in rule["resources"] for verb in rule["verbs"]}
+        for name, role in of_kind(rendered, "ClusterRole").items()
+    }
+    reads = {"get", "list", "watch"}
+    writers = {name for name, granted in verbs.items() if granted - reads}
+
+    assert verbs["slipway-operator-nodes"] == verbs["slipway-view"] == reads
+    assert writers == {"slipway-templates"}
+    labels = of_kind(rendered, "ClusterRole")["slipway-templates"]["metadata"]["labels"]
+    assert not any("aggregate-to" in label for label in labels), "a user of one namespace may not change all others"
 
 
 @pytest.mark.capability("OP-17")

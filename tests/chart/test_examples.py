@@ -8,6 +8,7 @@ import yaml
 from e2e.cluster.access import Access
 from slipway_api.inference_service import InferenceService
 from slipway_api.types import parse_quantity
+from slipway_cli.templates import read_templates, resolve_templates
 from slipway_operator.core.service.replicas.pod import arguments
 from slipway_operator.core.service.rollout.revision import resolve
 from slipway_runtime.command_line import parse_arguments, serve_settings
@@ -17,9 +18,10 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 
 
 def service_of(path: Path) -> InferenceService:
-    """The InferenceService of an example, which may have other kinds beside it."""
+    """The InferenceService of an example, which may have other kinds beside it, with what it inherits from those."""
     documents = yaml.safe_load_all(path.read_text())
-    return InferenceService.parse(next(one for one in documents if one["kind"] == "InferenceService"))
+    service = InferenceService.parse(next(one for one in documents if one["kind"] == "InferenceService"))
+    return resolve_templates(service, read_templates([path]))[0]
 
 
 @pytest.mark.apiserver

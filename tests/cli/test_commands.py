@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from slipway_cli.cluster import Cluster
 from slipway_cli.explain import explain_plan, explain_scaling, explain_status
 from slipway_cli.main import app
+from slipway_cli.templates import read_templates, resolve_templates
 from slipway_cli.traces import BadInputError, read_service, read_trace
 from slipway_operator.core.service.plan import plan
 from tests.builders import T0, a_pod, a_service, promised, seen
@@ -243,3 +244,72 @@ def test_a_manifest_without_a_shape_is_not_guessed():
 
     assert found["fits"] is None
     assert found["replicas"] == {"min": 2, "max": 2}
+
+
+TEMPLATE = {
+    "apiVersion": "slipway.dev/v1alpha1",
+    "kind": "ServiceTemplate",
+    "metadata": {"name": "gold"},
+}
+GOLD = {
+    "resources": {"gpu": {"product": "NVIDIA-H100-80GB-HBM3"}},
+    "autoscaling": {"minReplicas": 2, "maxReplicas": 5},
+}
+
+
+def template_file(path: Path, **spec) -> Path:
+    file = path / "gold.yaml"
+    file.write_text(yaml.safe_dump(TEMPLATE | {"spec": GOLD | spec}))
+    return file
+
+
+@pytest.mark.capability("OP-15", "BM-4")
+def test_plan_merges_templates_and_names_the_origin_of_each_block(tmp_path):
+    drain = {"timeoutSeconds": 60}
+    file = manifest(tmp_path, runtime={"maxModelLen": 8192}, baseRefs=[{"name": "gold"}], drain=drain)
+
+    result = run("plan", "-f", file, "-t", template_file(tmp_path), "--gpu-hour-cost", 2.0, "-o", "json")
+
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert found["fits"] is True
+    assert found["costPerMonth"] == {"min": 2 * 730 * 2.0, "max": 5 * 730 * 2.0}
+    origins = {name: block["from"] for name, block in found["blocks"].items()}
+    assert origins["resources"] == origins["autoscaling"] == "ServiceTemplate gold"
+    assert (origins["drain"], origins["rollout"]) == ("service", "default")
+    assert found["blocks"]["drain"]["value"]["timeoutSeconds"] == 60
+
+    table = run("plan", "-f", file, "-t", template_file(tmp_path)).output
+    assert re.search(r"autoscaling +.*ServiceTemplate gold +.*maxReplicas", table)
+
+
+@pytest.mark.capability("OP-15")
+@pytest.mark.parametrize(
+    ("templates", "sentence"),
+    [
+        (None, "there is no ServiceTemplate gold (there are none)"),
+        ({"drain": {"timeoutSecond": 3}}, "unknown field spec.drain.timeoutSecond"),
+        ({"resources": {"gpu": {"count": 4}}}, "spec.resources is from ServiceTemplate gold"),
+    ],
+    ids=["missing", "a typing error", "a conflict"],
+)
+def test_plan_refuses_what_the_operator_would_refuse(tmp_path, templates, sentence):
+    file = manifest(tmp_path, baseRefs=[{"name": "gold"}])
+    files = [template_file(tmp_path, **templates)] if templates else []
+
+    with pytest.raises(BadInputError) as refused:
+        resolve_templates(read_service(file), read_templates(files))
+
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.capability("OP-15")
+def test_simulate_scales_by_the_inherited_limits(tmp_path):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("seconds,requests_per_second\n0,0.1\n20,0\n")
+    file = manifest(tmp_path, baseRefs=[{"name": "gold"}])
+
+    result = run("simulate", "-f", file, "--trace", trace, "--seconds", 30, "-t", template_file(tmp_path), "-o", "json")
+
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["moments"][-1]["desired"] == 2

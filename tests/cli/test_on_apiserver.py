@@ -8,6 +8,7 @@ import tarfile
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.apiserver
 CRDS = Path(__file__).resolve().parents[2] / "crds"
 NAMESPACE = "cli-tests"
 STABLE, UPDATE = "stable1234", "update5678"
-SERVICE = {
+SERVICE: dict[str, Any] = {
     "apiVersion": "slipway.dev/v1alpha1",
     "kind": "InferenceService",
     "metadata": {"name": "chat", "namespace": NAMESPACE, "finalizers": ["slipway.dev/drain", "example.com/theirs"]},
@@ -135,3 +136,36 @@ def test_what_does_not_work_is_one_sentence(api):
         f'error: InferenceService {NAMESPACE}/nothing: inferenceservices.slipway.dev "nothing" not found\n'
     )
     assert not_a_replica.stderr == "error: no-such-pod is not a replica of chat\n"
+
+
+@pytest.mark.capability("OP-15", "OP-7")
+def test_a_service_that_inherits_is_shown_planned_and_paused_without_losing_its_inheritance(api, tmp_path):
+    template = {"apiVersion": "slipway.dev/v1alpha1", "kind": "ServiceTemplate", "metadata": {"name": "cli-gold"}}
+    api.kubectl("apply", "-f", "-", stdin=json.dumps(template | {"spec": {"rollout": {"strategy": "Recreate"}}}))
+    references = [{"name": "cli-gold"}]
+    change = json.dumps({"spec": {"baseRefs": references}})
+    api.kubectl("patch", "infsvc", "chat", "-n", NAMESPACE, "--type=merge", "-p", change)
+    used = [{"name": "cli-gold", "generation": 1, "blocks": ["rollout"]}]
+    status = json.dumps({"status": {"templates": used, "inherited": {"rollout": {"strategy": "Recreate"}}}})
+    api.kubectl("patch", "infsvc", "chat", "-n", NAMESPACE, "--subresource=status", "--type=merge", "-p", status)
+
+    assert "from ServiceTemplate cli-gold (generation 1): rollout" in run(api, "status", "chat", "-n", NAMESPACE).stdout
+    assert run(api, "pause", "chat", "-n", NAMESPACE).returncode == 0
+    assert annotations(api)["slipway.dev/pause"] == "true"
+    assert run(api, "pause", "chat", "--resume", "-n", NAMESPACE).returncode == 0
+    assert "slipway.dev/pause" not in annotations(api)
+    body = json.loads(api.kubectl("get", "infsvc", "chat", "-n", NAMESPACE, "-o", "json"))
+    assert "rollout" not in body["spec"], "it would no longer be inherited"
+
+    manifest = tmp_path / "chat.yaml"
+    manifest.write_text(json.dumps(SERVICE | {"spec": {**SERVICE["spec"], "baseRefs": references}}))
+    planned = json.loads(run(api, "plan", "-f", str(manifest), "--from-cluster", "-o", "json").stdout)
+    assert planned["blocks"]["rollout"]["from"] == "ServiceTemplate cli-gold"
+    assert planned["blocks"]["rollout"]["value"]["strategy"] == "Recreate"
+
+    own = json.dumps({"spec": {"rollout": {"strategy": "RollingUpdate"}}})
+    api.kubectl("patch", "infsvc", "chat", "-n", NAMESPACE, "--type=merge", "-p", own)
+    assert run(api, "pause", "chat", "-n", NAMESPACE).returncode == 0
+    body = json.loads(api.kubectl("get", "infsvc", "chat", "-n", NAMESPACE, "-o", "json"))
+    assert body["spec"]["rollout"]["paused"] is True
+    api.kubectl("delete", "svctpl", "cli-gold")

@@ -66,3 +66,49 @@ def test_the_strategy_is_that_of_the_spec_and_an_unknown_one_stops_nothing(routi
     body["spec"]["routing"] = routing
 
     assert service_of(msgspec.convert(body, InferenceService)).strategy is expected
+
+
+INHERITED = {
+    "drain": {"handover": False},
+    "autoscaling": {"maxReplicas": 4, "scaleToZero": {"activation": {"maxQueuedRequests": 5}}},
+    "slo": {"ttftP95Seconds": "0.5"},
+    "rollout": {"strategy": "Canary"},
+}
+
+
+def inheriting(spec: dict[str, object], status: dict[str, object], generation: int = 2) -> InferenceService:
+    body = a_service_object(stable=100, update=0)
+    body["metadata"]["generation"] = generation
+    body["spec"] |= {"baseRefs": [{"name": "gold"}], **spec}
+    body["status"] |= {"currentRevision": "stable", "updateRevision": "update", "observedGeneration": 2, **status}
+    return msgspec.convert(body, InferenceService)
+
+
+@pytest.mark.capability("OP-15")
+def test_blocks_that_a_service_leaves_to_templates_are_read_from_its_status():
+    service = service_of(inheriting({}, {"inherited": INHERITED}))
+
+    assert not service.handover
+    assert service.activation == WaitLimits(5, 256 << 20, 600)
+    assert service.latency_limits.ttft_seconds == 0.5
+    assert service.withheld == {"update"}, "the first step of the inherited canary is not reached yet"
+
+
+@pytest.mark.capability("OP-15")
+def test_a_block_of_the_service_wins_over_the_inherited_one():
+    own = {"drain": {}, "slo": {}, "rollout": {}, "autoscaling": {"maxReplicas": 1}}
+    service = service_of(inheriting(own, {"inherited": INHERITED}))
+
+    assert service.handover
+    assert service.activation is None
+    assert service.latency_limits.ttft_seconds is None
+    assert service.withheld == frozenset()
+
+
+@pytest.mark.capability("OP-15")
+def test_until_the_operator_has_seen_a_changed_spec_a_new_revision_gets_no_request_by_chance():
+    """The service has just left its rollout to a template, which may ask for a canary."""
+    blocks = {name: block for name, block in INHERITED.items() if name != "rollout"}
+
+    assert service_of(inheriting({}, {"inherited": blocks}, generation=3)).withheld == {"update"}
+    assert service_of(inheriting({}, {"inherited": blocks}, generation=2)).withheld == frozenset()

@@ -21,6 +21,7 @@ from slipway_operator.core.adapter.observed import AttachedAdapter
 from slipway_operator.core.engines import EngineSeen
 from slipway_operator.core.labels import EditedLabel
 from slipway_operator.core.pulls import PullsSeen
+from slipway_operator.core.templates import NOTHING, Inheritance
 from slipway_operator.core.warm_pool.supply import WarmSupply
 
 Hold = Literal["", "Gated", "Unseen"]
@@ -434,6 +435,8 @@ class Observed:
     """Why the stored spec cannot be followed, naming the field; `service.spec` then holds only what could be read."""
     fault_reason: Reason = Reason.INVALID_SPEC
     """The reason of conditions for that fault."""
+    inheritance: Inheritance = NOTHING
+    """What `service.spec` has from ServiceTemplates."""
     engine: EngineSeen | None = None
     """The Engine that the spec names; None: our own runtime, or Engines are not read yet."""
     name_conflict: NameConflict | None = None

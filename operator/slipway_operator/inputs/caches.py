@@ -60,6 +60,7 @@ from slipway_operator.inputs.missing_kinds import MissingKinds
 from slipway_operator.inputs.observer import PodIndex, PoolKey, pool_of, service_of
 from slipway_operator.inputs.revisions import ControllerRevision, RevisionIndex
 from slipway_operator.inputs.scraper import Target
+from slipway_operator.inputs.templates import Templates
 from slipway_operator.inputs.unselected import OwnedObjects
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.replica_client import Address, address_of
@@ -143,6 +144,7 @@ class Caches:
         self.node_informer = Informer(client, NODES, Node, clock=monotonic, access=self.access)
         self.node_informer.on_change(self._saw_node)
         self.engines = Engines(client, monotonic=monotonic)
+        self.templates = Templates(client, monotonic=monotonic)
         self._namespace_listeners: list[Callable[[str], None]] = []
         # With a list of namespaces these may not be listed, and no other one is served.
         self.namespace_informer = None if namespaces else Informer(client, NAMESPACES, Object, clock=monotonic)
@@ -258,6 +260,7 @@ class Caches:
             group.create_task(self.owned_revisions.run())
             group.create_task(self.node_informer.run())
             group.create_task(self.engines.run())
+            group.create_task(self.templates.run())
             if self.namespace_informer is not None:
                 group.create_task(self.namespace_informer.run())
             group.create_task(self._check_when_wanted())
@@ -276,14 +279,15 @@ class Caches:
         await self.pod_informer.synced.wait()
         await self.revision_informer.synced.wait()
         await self.engines.until_known()
+        await self.templates.until_known()
         self._check_wanted.clear()
         self._is_filled = True
         log.info("caches are full", objects=len(self.known()), pods=len(self.pod_informer.cache))
 
     async def refresh(self) -> None:
         """Return after lists that began after this call: a standby's caches may lag, a leader's may not."""
-        refreshes = (self.pod_informer.refresh(), self.revision_informer.refresh(), self.engines.refresh())
-        await asyncio.gather(self.fill(), *refreshes)
+        informers = (self.pod_informer, self.revision_informer, self.engines, self.templates)
+        await asyncio.gather(self.fill(), *(one.refresh() for one in informers))
         await self._find_unselected()
 
     async def check(self) -> None:

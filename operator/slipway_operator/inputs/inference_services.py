@@ -1,5 +1,6 @@
 """The controller's kind InferenceService: builds `Observed` from caches, returns the core's plan as a `Decision`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import cast
@@ -18,6 +19,7 @@ from slipway_operator.core import observed as seen
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.service.plan import plan
 from slipway_operator.core.service.replicas.access import with_recorded_access
+from slipway_operator.core.templates import inherit
 from slipway_operator.inputs.caches import Inputs
 from slipway_operator.inputs.gpu_supply import read_supply
 from slipway_operator.inputs.observer import node_facts, replica
@@ -57,6 +59,7 @@ class InferenceServices:
         inputs.caches.on_node_change(self._saw_node)
         inputs.caches.on_namespace(self._saw_namespace)
         inputs.caches.engines.on_change(self._saw_engine)
+        inputs.caches.templates.on_change(self._saw_template)
 
     # --- changes of the caches ----------------------------------------------------------------------------------------
 
@@ -90,11 +93,18 @@ class InferenceServices:
         """A name that begins with a namespace is that namespace's own, also before there is an object in it."""
         self._inputs.wake_objects(self._inputs.model_names.know_namespaces([name]))
 
-    def _saw_engine(self, name: str) -> None:
-        """An Engine came, changed or went: each service that names it is planned anew."""
+    def _saw_engine(self, name: str | None) -> None:
+        """An Engine came, changed or went: each service that names it is planned anew. None: any of them may have."""
+        self._wake_where(lambda stored: engine_name(stored) in ({name} if name else {engine_name(stored)} - {SLIPWAY}))
+
+    def _saw_template(self, name: str | None) -> None:
+        """A ServiceTemplate came, changed or went: likewise."""
+        self._wake_where(lambda stored: name in template_names(stored) or (name is None and template_names(stored)))
+
+    def _wake_where(self, is_concerned: Callable[[StoredObject], object]) -> None:
         for key in self._store.keys():  # noqa: SIM118  a method of the store
             stored = self._store.get(key)
-            if stored is not None and engine_name(stored) == name:
+            if stored is not None and is_concerned(stored):
                 self._inputs.wake(key, Urgency.NORMAL)
 
     def _saw_node(self, old: Node | None, new: Node | None) -> None:
@@ -112,8 +122,9 @@ class InferenceServices:
     def observe(self, key: Key, stored: StoredObject, memory: Memory) -> Observed:
         """Build the snapshot from which the core decides."""
         reading = read(stored.body)
-        reading = replace(reading, service=with_recorded_access(reading.service, self._inputs.defaults.direct_access))
         caches = self._inputs.caches
+        service, inheritance = inherit(reading.service, caches.templates.seen())
+        service = with_recorded_access(service, self._inputs.defaults.direct_access)
         pods = caches.pods.of(ServiceKey(key.namespace, key.name))
         node_names = {pod.spec.node_name for pod in pods if pod.spec.node_name}
         replicas = tuple(
@@ -124,15 +135,16 @@ class InferenceServices:
             )
             for pod in pods
         )
-        gpu = reading.service.spec.resources.gpu
+        gpu = service.spec.resources.gpu
         needs_supply = gpu.count > 0 and any(one.unschedulable for one in replicas)
         observed = Observed(
-            service=reading.service,
+            service=service,
             gpu_supply=read_supply(gpu, caches.nodes.values()) if needs_supply else None,
             fault=reading.fault,
-            engine=caches.engines.seen(reading.service.spec.runtime.engine),
+            inheritance=inheritance,
+            engine=caches.engines.seen(service.spec.runtime.engine),
             name_conflict=self._inputs.model_names.conflict_of_service(f"{key.namespace}/{key.name}"),
-            lacks_fallback=self._lacks_fallback(reading.service),
+            lacks_fallback=self._lacks_fallback(service),
             replicas=replicas,
             nodes={
                 name: node_facts(node)
@@ -146,9 +158,9 @@ class InferenceServices:
             serving_digests=self._inputs.serving_digests,
             nonce_seed=self._inputs.random_bytes(32),
             asking_since=self._inputs.asking_since(),
-            warm=self._supply.of(reading.service),
-            hub=self._hub_answer(reading.service),
-            pulls=self._pulls.of(reading.service),
+            warm=self._supply.of(service),
+            hub=self._hub_answer(service),
+            pulls=self._pulls.of(service),
             adapters=self._inputs.adapters.of(ServiceKey(key.namespace, key.name)),
             gateways=self._inputs.gateways(),
             demand=self._inputs.demand_of(ServiceKey(key.namespace, key.name)),
@@ -158,7 +170,7 @@ class InferenceServices:
         # Of pods that are gone, or another's for good, nothing has to be remembered.
         memory.lost_claims &= {pod.uid for pod in observed.warm.pods} if observed.warm is not None else set()
         self._note_ages(observed)
-        self._note_cold_start(key, reading.service)
+        self._note_cold_start(key, service)
         return self.with_memory(observed, memory)
 
     def with_memory(self, observed: Observed, memory: Memory) -> Observed:
@@ -247,6 +259,14 @@ def engine_name(stored: StoredObject) -> str:
     runtime = spec.get("runtime") if isinstance(spec, dict) else None
     name = runtime.get("engine") if isinstance(runtime, dict) else None
     return name if name and isinstance(name, str) else SLIPWAY
+
+
+def template_names(stored: StoredObject) -> frozenset[str]:
+    """The ServiceTemplates that a stored object names; also where its spec cannot be read."""
+    spec = stored.body.get("spec")
+    references = spec.get("baseRefs") if isinstance(spec, dict) else None
+    found = references if isinstance(references, list) else []
+    return frozenset(str(one["name"]) for one in found if isinstance(one, dict) and "name" in one)
 
 
 def is_failure(old: Pod | None, new: Pod | None) -> bool:

@@ -8,6 +8,7 @@ from slipway_api import names
 from slipway_api.inference_service import DirectAccess
 from slipway_api.lora_adapter import AdapterPodStatus, LoRAAdapter, PlacementMode
 from slipway_api.pod_labels import takes_requests
+from slipway_api.service_template import with_inherited
 from slipway_api.types import ServiceKey
 from slipway_kube.informer import Change
 from slipway_kube.objects import Pod
@@ -232,7 +233,7 @@ def pod_facts(pod: Pod) -> PodFacts:
 
 def base_of(service: StoredObject) -> Base:
     """The facts of a stored InferenceService, also where its spec cannot be read."""
-    spec, status = _mapping(service.body.get("spec")), _mapping(service.body.get("status"))
+    spec, status = _mapping(with_inherited(service.body).get("spec")), _mapping(service.body.get("status"))
     propagation = _mapping(spec.get("drain")).get("endpointPropagationSeconds")
     return Base(
         name=str(service.body["metadata"]["name"]),

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from slipway_api import names
 from slipway_api.inference_service import GPU
+from slipway_api.service_template import with_inherited
 from slipway_api.warm_pool import WarmPool
 from slipway_kube.informer import Change
 from slipway_kube.objects import Node, Pod
@@ -121,7 +122,7 @@ class WarmPools:
         service = service_of(pod)
         store = self._inputs.caches.stores.get(INFERENCE_SERVICES.kind)
         stored = store.get(Key(INFERENCE_SERVICES.kind, *service)) if store is not None and service else None
-        spec = stored.body.get("spec") if stored is not None else None
+        spec = with_inherited(stored.body).get("spec") if stored is not None else None
         resources = spec.get("resources") if isinstance(spec, dict) else None
         try:
             gpu = GPU.model_validate((resources or {}).get("gpu") or {})

@@ -48,7 +48,7 @@ def check_doubles_end(world: "SimulatedCluster") -> None:
     """
     if world.service is None:
         return
-    spec = world.service.spec
+    spec = world.planned_service.spec
     limit = timedelta(
         seconds=spec.runtime.startup_timeout_seconds
         + spec.availability.replace_after_unhealthy_seconds
@@ -186,7 +186,7 @@ def check_total(world: "SimulatedCluster") -> None:
         and not (pod.replica.deleted_at and world.now >= pod.replica.deleted_at + GONE_AFTER)
     ]
     live = [pod for pod in here if pod.is_live]
-    most = world.desired + world.service.spec.rollout.rolling_update.max_surge
+    most = world.desired + world.planned_service.spec.rollout.rolling_update.max_surge
     assert len(live) + len(draining) <= most, f"{len(live)} live and {len(draining)} draining: more than {most}"
 
 

@@ -31,6 +31,7 @@ from slipway_operator.core.observed import (
     is_disruption,
 )
 from slipway_operator.core.service.plan import Plan, plan
+from slipway_operator.core.templates import Inheritance, StoredTemplate, TemplatesSeen, inherit
 from tests.builders import DEFAULTS, T0, digests, serving_digests
 from tests.operator.core import laws, quiet_time
 from tests.operator.core.backoff_law import BackoffLaw
@@ -86,6 +87,7 @@ class SimulatedCluster(Faults):
         self.manifests: dict[str, dict[str, Any]] = {}  # by pod, the last one
         self.default_image = DEFAULTS.runtime_image
         self.engines: dict[str, dict[str, Any]] = {}  # spec of each Engine by name
+        self.templates: dict[str, StoredTemplate] = {}  # ServiceTemplates by name
         self.created = 0
         self.refusing: set[str] = set()  # nodes whose device plugin refuses every pod
         self.cache = StaleCache()
@@ -102,9 +104,10 @@ class SimulatedCluster(Faults):
     # --- what the operator sees and does -----------------------------------------------------------------------------
 
     def observed(self) -> Observed:
-        assert self.service is not None
+        service, inheritance = self._inherit()
         return Observed(
-            service=self.service,
+            service=service,
+            inheritance=inheritance,
             replicas=tuple(
                 replace(replica, sample=self.pods[name].sample if name in self.pods else None)
                 for name, replica in self.cache.view(self._actual(), self.now).items()
@@ -113,7 +116,7 @@ class SimulatedCluster(Faults):
             disrupted=self.disrupted,
             revisions=tuple(self.revisions.values()),
             defaults=replace(DEFAULTS, runtime_image=self.default_image),
-            engine=see_engine(self.service.spec.runtime.engine, self.engines),
+            engine=see_engine(service.spec.runtime.engine, self.engines),
             token_digests=digests,
             serving_digests=serving_digests,
             nonce_seed=b"a seed for tests",
@@ -130,6 +133,15 @@ class SimulatedCluster(Faults):
             failures=self.failures,
             smoke_results=dict(self.smoke_results),
         )
+
+    @property
+    def planned_service(self) -> InferenceService:
+        """The service with what it inherits."""
+        return self._inherit()[0]
+
+    def _inherit(self) -> tuple[InferenceService, Inheritance]:
+        assert self.service is not None
+        return inherit(self.service, TemplatesSeen(by_name=self.templates))
 
     @property
     def cache_lag(self) -> int:
@@ -273,6 +285,7 @@ class SimulatedCluster(Faults):
             tuple(self.cache.view(self._actual(), self.now).values()),
             tuple(self.nodes.values()),
             dict(self.engines),
+            dict(self.templates),
         )
         samples = [pod.sample for pod in self.pods.values() if pod.sample and pod.answers]
         is_busy = any(sample.draining or sample.requests for sample in samples) and self.now.second % 2 == 0

@@ -221,7 +221,7 @@ def _delete_pod(world: "SimulatedCluster", action: DeletePod, observed: Observed
     if pod is None or pod.replica.uid != action.uid or pod.replica.deleted_at:
         return
     assert world.service is not None
-    drain = world.service.spec.drain
+    drain = world.planned_service.spec.drain
     if pod.replica.ready and any(one.ready for one in observed.replicas if one.uid == action.uid):
         assert pod.replica.drain_started, f"{action.name} was deleted without a drain"
     if pod.replica.drain_started and pod.replica.phase == "Running" and pod.answers and pod.running:

@@ -46,15 +46,11 @@ from slipway_operator.core.service.replicas.pod import build_pod, pod_name
 from slipway_operator.core.service.replicas.undrain import take_back
 from slipway_operator.core.service.rollout import steps as rollout
 from slipway_operator.core.service.rollout.engine import choose_engine
-from slipway_operator.core.service.rollout.revision import (
-    Revision,
-    create_revision,
-    delete_revisions,
-    load_revisions,
-)
+from slipway_operator.core.service.rollout.revision import Revision, create_revision, delete_revisions, load_revisions
 from slipway_operator.core.service.rollout.steps import RolloutStep
 from slipway_operator.core.service.rollout.strategy import decide_rollout
 from slipway_operator.core.service.rollout.target import Target, choose_target
+from slipway_operator.core.service.rollout.templates import check_templates
 from slipway_operator.core.service.rollout.upgrade import choose_revision
 from slipway_operator.core.service.status.accounting import NOT_ACCOUNTED, Accounting, account
 from slipway_operator.core.service.status.conditions import Decided, build_status, progress_deadline
@@ -100,9 +96,10 @@ def plan(observed: Observed, now: datetime) -> Plan:
         return _drain_all(observed, members, restored, now)
     records = load_revisions(service, observed.revisions)
     engine = choose_engine(observed, records.readable)
-    if fault := observed.fault or find_service_fault(service.spec, observed.defaults) or engine.stops:
-        observed = replace(observed, fault=fault, fault_reason=engine.reason_of(fault))
-        return _leave_alone(observed, members, restored, now)
+    templates = check_templates(observed, records.readable, engine.pinned)
+    if fault := observed.fault or templates.stops or find_service_fault(service.spec, observed.defaults) or engine.stops:
+        reason = templates.reason if fault == templates.stops else engine.reason_of(fault)
+        return _leave_alone(replace(observed, fault=fault, fault_reason=reason), members, restored, now)
     asked = choose_revision(service, observed.defaults.runtime_image, records.readable, now, engine.pinned)
     revision = asked.revision
     target = choose_target(service, revision, records.readable, records.unreadable)
@@ -131,7 +128,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
     decided = Decided(
         members=members,
         cache=cache,
-        engine_fault=engine.fault,
+        reference_fault=(engine.reason, engine.fault) if engine.fault else templates.runs_on,
         facts=facts,
         target=target,
         scale=scale,

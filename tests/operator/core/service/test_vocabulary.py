@@ -22,6 +22,7 @@ from slipway_operator.core.observed import Capacity, FailedAdapter, Failure, Gat
 from slipway_operator.core.pulls import PullPod, PullsSeen
 from slipway_operator.core.service.model.pulls import pull_digest
 from slipway_operator.core.service.plan import Plan, plan
+from slipway_operator.core.templates import StoredTemplate
 from slipway_operator.core.warm_pool.shape import shape_of_service, write_shape
 from slipway_operator.core.warm_pool.supply import WarmPod, WarmSupply
 from tests.builders import (
@@ -380,6 +381,14 @@ def with_a_foreign_engine() -> Said:
     return world.told, set(world.event_reasons())
 
 
+def with_a_template() -> Said:
+    world = watched(a_service(baseRefs=[{"name": "gold"}]))
+    world.run(5)
+    world.templates["gold"] = StoredTemplate({"drain": {"timeoutSeconds": 60}})
+    world.run(60)
+    return world.told, set(world.event_reasons())
+
+
 SCENARIOS: list[Callable[[], Said]] = [
     serving_and_failing,
     below_desired,
@@ -407,6 +416,7 @@ SCENARIOS: list[Callable[[], Said]] = [
     with_adapters,
     with_a_cache,
     with_a_foreign_engine,
+    with_a_template,
 ]
 
 

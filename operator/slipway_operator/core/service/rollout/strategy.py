@@ -192,8 +192,8 @@ def _hold(
 
 
 def paused_by(service: InferenceService) -> str:
-    """What holds new revisions where they are: the spec, or an exhausted error budget; empty: nothing does."""
-    return "spec.rollout.paused" if service.spec.rollout.paused else exhausted_budget(service)
+    """What holds new revisions where they are: a person, or an exhausted error budget; empty: nothing does."""
+    return service.paused_by or exhausted_budget(service)
 
 
 # --- replicas and weights ---------------------------------------------------------------------------------------------

@@ -59,8 +59,8 @@ def choose_revision(
 
     if spec.upgrade_policy is UpgradePolicy.ON_SPEC_CHANGE:
         return wait("upgradePolicy OnSpecChange: the next new revision takes it")
-    if service.spec.rollout.paused:
-        return wait("spec.rollout.paused")
+    if service.paused_by:
+        return wait(service.paused_by)
     if status.failed_revision == revision.hash:
         if not is_upgrade(service, revision):
             return wait(f"revision {revision.hash} was rolled back: the next new revision takes it")

@@ -90,7 +90,8 @@ class Decided:
     facts: ModelFacts | None = None
     cache: CacheDecision = field(default_factory=CacheDecision)
     pending_upgrade: PendingUpgrade | None = None
-    engine_fault: str = ""  # why the Engine cannot be followed, while a stored revision goes on without it
+    reference_fault: tuple[Reason, str] | None = None
+    """Why an Engine or a ServiceTemplate cannot be followed, while the service runs on without it."""
     pool_wait: str = ""  # why replicas wait for a pod of a WarmPool; empty: none does
 
     @property
@@ -170,6 +171,8 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         cost=decided.accounting.cost,
         model_cache=decided.cache.status,
         model=decided.facts,
+        templates=observed.inheritance.templates,
+        inherited=None if observed.inheritance.blocks is None else dict(observed.inheritance.blocks),
         pending_upgrade=decided.pending_upgrade,
     )
 
@@ -275,7 +278,7 @@ def _conditions(
         conditions = remove_condition(conditions, ConditionType.RECONCILING)  # another rollout: a new deadline
     problems = find_problems(observed, decided.members, decided.revision, decided.assignment.attempts, now=now)
     held = (Reason.REVISION_MISSING, decided.target.held) if decided.target.held else None
-    lost = (Reason.ENGINE_NOT_FOUND, f"{decided.engine_fault}; {RUNS_ON}") if decided.engine_fault else None
+    lost = decided.reference_fault and (decided.reference_fault[0], f"{decided.reference_fault[1]}; {RUNS_ON}")
     stalled = held or lost or problems.stalled or _past_deadline(observed, decided, problems, now)
 
     def write(type: ConditionType, status: ConditionStatus | bool, reason: Reason, message: str) -> None:

@@ -22,6 +22,7 @@ from slipway_operator.core.service.status.conditions import Decided
 from slipway_operator.core.service.status.placement import SURGE_REMEDY
 from slipway_operator.core.service.status.problems import describe_replica, ended_runs, is_unready_in
 from slipway_operator.core.service.status.scaling_status import scaling_events
+from slipway_operator.core.templates import template_events
 
 
 def find_events(observed: Observed, after: InferenceServiceStatus, decided: Decided) -> tuple[Event, ...]:
@@ -30,6 +31,7 @@ def find_events(observed: Observed, after: InferenceServiceStatus, decided: Deci
     return (
         *find_suspension_events(before, after.conditions, decided.members, decided.desired),
         *_scaling_events(observed, after, decided),
+        *template_events(before, after),
         *_rollout_events(before, after),
         *_failure_events(observed, decided),
         *_causes_found(observed, decided),
