@@ -97,7 +97,12 @@ def plan(observed: Observed, now: datetime) -> Plan:
     records = load_revisions(service, observed.revisions)
     engine = choose_engine(observed, records.readable)
     templates = check_templates(observed, records.readable, engine.pinned)
-    if fault := observed.fault or templates.stops or find_service_fault(service.spec, observed.defaults) or engine.stops:
+    if (
+        fault := observed.fault
+        or templates.stops
+        or find_service_fault(service.spec, observed.defaults)
+        or engine.stops
+    ):
         reason = templates.reason if fault == templates.stops else engine.reason_of(fault)
         return _leave_alone(replace(observed, fault=fault, fault_reason=reason), members, restored, now)
     asked = choose_revision(service, observed.defaults.runtime_image, records.readable, now, engine.pinned)
