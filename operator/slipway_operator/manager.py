@@ -17,6 +17,7 @@ from typing import Any
 
 import structlog
 
+from slipway_api.trust import Trust
 from slipway_api.types import ServiceKey
 from slipway_kube.client import Client
 from slipway_kube.errors import KubeError, LeadershipLost
@@ -27,6 +28,7 @@ from slipway_kube.resources import INFERENCE_SERVICES, LORA_ADAPTERS, WARM_POOLS
 from slipway_kube.writer import Write, Writer
 from slipway_operator.adapter_calls import AdapterCalls
 from slipway_operator.adapter_client import AdapterClient
+from slipway_operator.certificates import Certificates, Place
 from slipway_operator.clock import SYSTEM, Clock
 from slipway_operator.controller.children import Children
 from slipway_operator.controller.executor import Executor, StaleView
@@ -108,13 +110,14 @@ class Manager:
         metrics: OperatorMetrics,
         *,
         serving_dial: Dial,
+        trust: Trust | None = None,
         on_lost: Callable[[str], None] = leave_at_once,
         on_synced: Callable[[], None] = lambda: None,
         resync_seconds: tuple[float, float] = RESYNC_SECONDS,
         clock: Clock = SYSTEM,
         kinds: Sequence[Registration] = KINDS,
     ) -> None:
-        """`dial` reaches the admin ports of replicas, `serving_dial` their serving ports.
+        """`dial` reaches the admin ports of replicas, `serving_dial` their serving ports; both verify by `trust`.
 
         `on_synced` is called once every object has had its first pass by this leader.
         """
@@ -177,6 +180,22 @@ class Manager:
             else None
         )
         self._gateway_keys = gateway_keys
+        self._certificates = Certificates(
+            client,
+            writer,
+            trust or Trust(),
+            Place(
+                installation=settings.installation,
+                namespace=settings.namespace,
+                cluster_domain=settings.cluster_domain,
+            ),
+            metrics,
+            namespaces=self._namespaces_of_pods,
+            on_fault=self._queue_namespace,
+            now=clock.now,
+            monotonic=clock.monotonic,
+            is_enabled=settings.internal_tls,
+        )
         self._gateways = Gateways(
             dial,
             gateway_keys.admin_tokens,
@@ -198,6 +217,7 @@ class Manager:
             sample_of=self._scraper.sample,
             refuses_token=self._scraper.refuses_token,
             mount_failure_of=self._mounts.of,
+            certificate_fault_of=self._certificates.fault,
             defaults=installation_defaults(settings),
             token_digests=masters.digests,
             serving_digests=gateway_keys.digests,
@@ -366,6 +386,7 @@ class Manager:
         self._tasks.append(self._spawn(self._recorder.run(), "recorder"))
         if self._prometheus is not None:
             self._tasks.append(self._spawn(self._prometheus.run(), "prometheus"))
+        self._tasks.append(self._spawn(self._certificates.run(), "certificates"))
         self._tasks.append(self._spawn(self._gateway_pods.run(), "gateway pods"))
         self._tasks.append(self._spawn(self._gateways.run(), "gateways"))
         self._tasks.append(self._spawn(self._mounts.run(), "mount failures"))
@@ -430,6 +451,18 @@ class Manager:
         """Queue every service: gateways came or went (RouteReady), or their key was replaced (ADR 172)."""
         for key in self.caches.stores[INFERENCE_SERVICES.kind].keys():  # noqa: SIM118  a method of the store
             self._queue.add(key)
+
+    def _namespaces_of_pods(self) -> set[str]:
+        """The namespaces with services or pools, whose pods need a certificate."""
+        kinds = (INFERENCE_SERVICES.kind, WARM_POOLS.kind)
+        stores = [self.caches.stores[kind] for kind in kinds if kind in self.caches.stores]
+        return {key.namespace for store in stores for key in store.keys()}  # noqa: SIM118  a method of the store
+
+    def _queue_namespace(self, namespace: str) -> None:
+        """Queue the services of a namespace: the fault of its certificate has changed."""
+        for key in self.caches.stores[INFERENCE_SERVICES.kind].keys():  # noqa: SIM118  a method of the store
+            if key.namespace == namespace:
+                self._queue.add(key)
 
     def _watch_replica(self, uid: str, target: ReplicaTarget | None) -> None:
         if target is None:

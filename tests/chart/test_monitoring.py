@@ -19,10 +19,10 @@ import yaml
 from aiohttp import web
 from prometheus_client import generate_latest
 
+from slipway_api.served_certificate import Certificate
 from slipway_gateway import metrics as gateway_metrics
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.tenancy import Tenancy
-from slipway_gateway.tls import Certificate
 from slipway_operator.core.service.plan import plan
 from slipway_operator.generation_metrics import GenerationMetrics
 from slipway_operator.metrics import OperatorMetrics

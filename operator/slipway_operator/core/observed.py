@@ -157,6 +157,7 @@ class Replica:
     last_exit: str = ""  # how the last container run ended, for people: "OOMKilled (exit code 137)"
     termination_message: str = ""  # the termination message that the runtime left when it last ended
     pod_ip: str = ""
+    speaks_tls: bool = False  # its pod was created with the certificate of its namespace
 
     drain_started: datetime | None = None  # annotation slipway.dev/drain-started
     drain_reason: str = ""  # annotation slipway.dev/drain-reason
@@ -391,6 +392,7 @@ class Defaults:
     service_accounts: tuple[str, ...] = ()  # ServiceAccounts that a spec may name
     direct_access: DirectAccess = DirectAccess.OPEN  # of a new service; GatewayOnly: this gateway has tenants
     agent_image: str = ""  # of slipway-agent, which stands beside foreign engines
+    internal_tls: bool = False  # new pods serve TLS, with the certificate of their namespace
     has_tenants: bool = False  # the gateway has API keys, so a name may mean another service to each tenant
 
 
@@ -416,6 +418,8 @@ class Observed:
     """The Engine that the spec names; None: our own runtime, or Engines are not read yet."""
     name_conflict: NameConflict | None = None
     """Why the gateway does not serve it under its served name; None: it does."""
+    certificate_fault: str = ""
+    """Why the replicas of the namespace have no certificate, or will soon have none; empty: all is well."""
     lacks_fallback: bool = False
     """Whether the service that `spec.routing.fallback` names does not exist."""
     replicas: tuple[Replica, ...] = ()

@@ -437,6 +437,7 @@ class Inputs:
     defaults: Defaults
     refuses_token: Callable[[str], bool] = lambda _uid: False
     mount_failure_of: Callable[[str], str] = lambda _uid: ""
+    certificate_fault_of: Callable[[str], str] = lambda _namespace: ""
     token_digests: TokenDigests
     serving_digests: ServingDigests
     random_bytes: Callable[[int], bytes]

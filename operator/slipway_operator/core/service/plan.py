@@ -42,6 +42,7 @@ from slipway_operator.core.service.replicas.assign import Assignment, assign, un
 from slipway_operator.core.service.replicas.drain import DrainRules, drain_replica
 from slipway_operator.core.service.replicas.edited import restore_edited
 from slipway_operator.core.service.replicas.pod import build_pod, pod_name
+from slipway_operator.core.service.replicas.tls import find_plain_engine
 from slipway_operator.core.service.replicas.undrain import take_back
 from slipway_operator.core.service.rollout import steps as rollout
 from slipway_operator.core.service.rollout.engine import choose_engine
@@ -235,6 +236,8 @@ def _is_stopped(service: InferenceService) -> bool:
 def _may_start(observed: Observed, members: Sequence[Member], revision: Revision, now: datetime) -> bool:
     """Whether a replica of this revision could serve, as far as that is known before its pod."""
     spec = revision.apply_to(observed.service).spec
+    if find_plain_engine(revision.engine, observed.defaults):
+        return False
     if _find_account_fault(observed, spec) or find_refusal(spec, observed.defaults):
         return False
     return hold_until(observed, members, now) is None and not isinstance(check_fit(spec), DoesNotFit)
@@ -292,6 +295,7 @@ def _our_replicas(observed: Observed, now: datetime) -> tuple[Member, ...]:
         disrupted=limits.disrupted,
         restart_at=service.restart_moment,
         gateway_digests=serving_digests(observed, service),
+        internal_tls=observed.defaults.internal_tls,
         now=now,
     )
 

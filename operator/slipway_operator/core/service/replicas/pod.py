@@ -19,7 +19,7 @@ from slipway_api.runtime_spec import SpeculationMethod
 from slipway_operator.core.observed import NodeCache, PlacementDefaults, PodUser
 from slipway_operator.core.service import adapters
 from slipway_operator.core.service.model import model_access
-from slipway_operator.core.service.replicas import engine_pod
+from slipway_operator.core.service.replicas import engine_pod, tls
 from slipway_operator.core.service.replicas.access import PortAccess
 from slipway_operator.core.service.replicas.disruption import startup_annotations
 from slipway_operator.core.service.replicas.drain import GRACE_AFTER_DRAIN_SECONDS
@@ -62,7 +62,7 @@ def build_pod(
     placement: the installation's pull secrets, nodeSelector and tolerations; those of the template replace them.
     """
     spec, overlay = service.spec, service.spec.template
-    return {
+    pod = {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
@@ -94,6 +94,7 @@ def build_pod(
         }
         | _placement(service, placement, avoid_node, closed_nodes),
     }
+    return tls.secured(pod) if access.tls else pod
 
 
 def _recommended_labels(service: InferenceService, revision: Revision) -> dict[str, str]:

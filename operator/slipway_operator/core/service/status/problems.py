@@ -5,6 +5,7 @@ the others only while none does:
 
 | seen                                                    | reason             |
 |---------------------------------------------------------|--------------------|
+| no certificate can be made or renewed (internal TLS)    | CertificateUnavailable |
 | the model does not fit its hardware, by arithmetic      | DoesNotFit         |
 | model.cache.policy Node, which is not permitted         | CacheNotPermitted  |
 | spec.warmPool.policy Require, and there is no such pool | PoolNotFound       |
@@ -40,6 +41,7 @@ from slipway_operator.core.service.model import model_access
 from slipway_operator.core.service.model.fit import check_fit
 from slipway_operator.core.service.model.model_cache import find_refusal
 from slipway_operator.core.service.model.pulls import is_pull
+from slipway_operator.core.service.replicas.tls import find_plain_engine
 from slipway_operator.core.service.rollout.revision import Revision
 from slipway_operator.core.service.status.mounts import describe_mount, is_for_author, missing_secret
 from slipway_operator.core.service.status.placement import (
@@ -143,7 +145,8 @@ def find_problems(
             *(_describe_pause(status) for status in waiting),
         ),
         refusals=tuple(describe_refusal(one) for one in observed.failures if not is_pull(one.action)),
-        stalled=(
+        stalled=_find_certificate_fault(observed)
+        or (
             find_refusal_cause(observed, num_ready)
             if num_ready
             else find_stall_cause(observed, members, revision, attempts)
@@ -152,6 +155,13 @@ def find_problems(
         waits_for=why_waiting(observed, members) or _why_mounting(members),
         downloads=any(_is_downloading(one) for one in members),
     )
+
+
+def _find_certificate_fault(observed: Observed) -> tuple[Reason, str] | None:
+    """Told while replicas serve, too: the certificate that they have ends, and no other comes."""
+    if not observed.certificate_fault:
+        return None
+    return Reason.CERTIFICATE_UNAVAILABLE, f"no TLS certificate can be kept: {observed.certificate_fault}"
 
 
 def find_stall_cause(
@@ -186,6 +196,8 @@ def find_start_obstacle(observed: Observed, revision: Revision) -> tuple[Reason,
     wanted = service.spec
     if fault := find_account_fault(wanted.template.spec, observed.defaults.service_accounts):
         return Reason.INVALID_SPEC, f"no replica of revision {revision.hash} is started: {fault}"
+    if fault := find_plain_engine(revision.engine, observed.defaults):
+        return Reason.ENGINE_WITHOUT_TLS, f"no replica of revision {revision.hash} is started: {fault}"
     if refusal := find_refusal(wanted, observed.defaults):
         return Reason.CACHE_NOT_PERMITTED, f"no replica is started: {refusal}"
     if observed.warm is not None and (missing := observed.warm.why_missing(service)):
