@@ -14,7 +14,7 @@ import base64
 import binascii
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Final
 
 import msgspec
@@ -49,6 +49,7 @@ log = structlog.get_logger()
 TICK_SECONDS: Final = 1.0  # between two looks for namespaces that have no certificate yet
 LOOK_SECONDS: Final = 600.0  # between two looks at a Secret; renewals take days
 RETRY_SECONDS: Final = 15.0  # after a fault
+SETTLED_AFTER: Final = timedelta(minutes=5)  # from the first authority to the first replica that is replaced for TLS
 LABELS: Final = {"app.kubernetes.io/part-of": "slipway", "app.kubernetes.io/managed-by": names.FIELD_MANAGER}
 _TLS_TYPE: Final = "kubernetes.io/tls"
 
@@ -151,6 +152,13 @@ class Certificates:
             return ""
         seen = self._seen.get(self._place.of_replicas(namespace))
         return (seen.fault if seen is not None else "") or self._authorities_seen.fault
+
+    def is_settled(self) -> bool:
+        """Whether all gateways trust the authorities by now, so that replicas may be replaced for the sake of TLS."""
+        if not self._is_enabled:
+            return True
+        first = min((one.made_at for one in self._authorities.lifetimes.values()), default=None)
+        return bool(self._published) and first is not None and self._now() >= first + SETTLED_AFTER
 
     def faults(self) -> list[str]:
         """All faults, for the metric and for tests."""

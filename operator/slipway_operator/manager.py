@@ -218,6 +218,7 @@ class Manager:
             refuses_token=self._scraper.refuses_token,
             mount_failure_of=self._mounts.of,
             certificate_fault_of=self._certificates.fault,
+            tls_is_settled=self._certificates.is_settled,
             defaults=installation_defaults(settings),
             token_digests=masters.digests,
             serving_digests=gateway_keys.digests,

@@ -420,6 +420,8 @@ class Observed:
     """Why the gateway does not serve it under its served name; None: it does."""
     certificate_fault: str = ""
     """Why the replicas of the namespace have no certificate, or will soon have none; empty: all is well."""
+    tls_is_settled: bool = True
+    """Whether all gateways can call replicas that speak TLS, so that those in plain text may be replaced."""
     lacks_fallback: bool = False
     """Whether the service that `spec.routing.fallback` names does not exist."""
     replicas: tuple[Replica, ...] = ()

@@ -132,6 +132,7 @@ class InferenceServices:
             fault=reading.fault,
             engine=caches.engines.seen(reading.service.spec.runtime.engine),
             name_conflict=self._inputs.model_names.conflict_of_service(f"{key.namespace}/{key.name}"),
+            tls_is_settled=self._inputs.tls_is_settled(),
             certificate_fault=self._inputs.certificate_fault_of(key.namespace),
             lacks_fallback=self._lacks_fallback(reading.service),
             replicas=replicas,

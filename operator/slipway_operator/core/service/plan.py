@@ -295,7 +295,7 @@ def _our_replicas(observed: Observed, now: datetime) -> tuple[Member, ...]:
         disrupted=limits.disrupted,
         restart_at=service.restart_moment,
         gateway_digests=serving_digests(observed, service),
-        internal_tls=observed.defaults.internal_tls,
+        internal_tls=observed.defaults.internal_tls if observed.tls_is_settled else None,
         now=now,
     )
 
