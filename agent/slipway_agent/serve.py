@@ -20,7 +20,6 @@ from slipway_agent.replica import Replica
 from slipway_agent.settings import AgentSettings
 from slipway_api.logs import configure
 from slipway_api.runtime_api import BootList
-from slipway_api.served_certificate import Certificate
 
 log = structlog.get_logger()
 
@@ -66,9 +65,7 @@ async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:
         replica.on_boot = lambda: load_boot_list(settings, adapters)
         stack.push_async_callback(adapters.stop)
         stack.push_async_callback(replica.stop)
-        certificate = Certificate(settings.tls_directory) if settings.tls_directory is not None else None
-        admin = AdminPort(settings, replica, adapters).app()
-        port = Port(admin, settings.bind, settings.port, certificate=certificate)
+        port = Port(AdminPort(settings, replica, adapters).app(), settings.bind, settings.port)
         await port.open(stack)
         file = DrainedFile(settings.drained_file, replica)
         replica.on_probe = file.follow

@@ -40,7 +40,6 @@ class AgentSettings:
     drain_timeout_seconds: int = 120  # of a drain that a preStop hook asks for
     drained_file: Path | None = None  # the hook of the engine's container waits for it
     admin_token_digests: tuple[str, ...] = ()  # empty: the port listens on localhost only, and requires no token
-    tls_directory: Path | None = None  # None: the admin port speaks plain text
     log_level: str = "INFO"
 
     @property
@@ -84,7 +83,6 @@ def parse_arguments(argv: Sequence[str], environment: Mapping[str, str] = os.env
     flag("max-num-seqs", "0", "requests that compute at the same time; 0: as many as the KV cache holds")
     flag("drain-timeout", "120", "seconds that a drain may take which a preStop hook asks for")
     flag("drained-file", "", "file that exists when the engine may end: it is drained, or can finish no request")
-    flag("tls-directory", "", "folder with tls.crt and tls.key: the admin port speaks TLS and nothing else")
     flag("log-level", "INFO", f"one of {', '.join(_LEVELS)}")
     drain = verbs.add_parser("drain", help="drain the replica of this pod, and wait for the end", allow_abbrev=False)
     drain.add_argument("--refuse-after", type=float, default=0.0, help="seconds in which routers send more requests")
@@ -113,7 +111,6 @@ def serve_settings(arguments: argparse.Namespace, environment: Mapping[str, str]
         drain_timeout_seconds=_whole("--drain-timeout", arguments.drain_timeout, 7 * 86400),
         drained_file=Path(arguments.drained_file) if arguments.drained_file else None,
         admin_token_digests=digests,
-        tls_directory=Path(arguments.tls_directory) if arguments.tls_directory else None,
         log_level=arguments.log_level,
     )
 

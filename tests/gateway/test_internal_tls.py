@@ -20,7 +20,7 @@ from slipway_operator.keepalive import KeptConnections
 from slipway_operator.replica_client import Address, ReplicaClient, ReplicaUnreachable, direct
 from tests.gateway.doubles import MODEL, Caller, events_of, text_of
 from tests.operator.tls_files import TlsFiles
-from tests.runtime.processes import Process, serving
+from tests.runtime.processes import Replica, serving, serving_here
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.capability("SE-10")]
 
@@ -29,7 +29,7 @@ NO_TOKENS = SimpleNamespace(tokens=lambda *_: ["any"])  # without digests, a run
 
 
 @asynccontextmanager
-async def a_gateway(replica: Process, files: TlsFiles, *, name: str = TEAM, bundle: str | None = None, **settings):
+async def a_gateway(replica: Replica, files: TlsFiles, *, name: str = TEAM, bundle: str | None = None, **settings):
     """A real gateway whose one replica speaks TLS under this name."""
     ca = files.folder.parent / "gateway-ca.crt"
     if bundle != "":
@@ -44,7 +44,7 @@ async def a_gateway(replica: Process, files: TlsFiles, *, name: str = TEAM, bund
         yield Caller(session, gateway)
 
 
-def operator_client(replica: Process, trust: Trust, connections: list[KeptConnections], **options) -> ReplicaClient:
+def operator_client(replica: Replica, trust: Trust, connections: list[KeptConnections], **options) -> ReplicaClient:
     port = int(replica.admin_url.rsplit(":", 1)[1])
     connections.append(KeptConnections(trust))
     return ReplicaClient(direct(connections[-1], port=port), NO_TOKENS, **options)
@@ -123,7 +123,7 @@ async def answers(client: ReplicaClient, where: Address) -> None:
 async def test_a_wrong_name_a_stranger_and_plain_text_are_refused_on_both_sides(files, kept, tmp_path):
     files.issue(TEAM)
     stranger = TlsFiles(tmp_path / "stranger")
-    async with serving("--tls-directory", str(files.folder), "--served-name", MODEL) as replica:
+    async with serving_here("--tls-directory", str(files.folder), "--served-name", MODEL) as replica:
         await replica.ready()
         trust = trusting(files.bundle)
         assert await operator_client(replica, trust, kept).signals(address(TEAM))
@@ -142,41 +142,41 @@ async def test_a_wrong_name_a_stranger_and_plain_text_are_refused_on_both_sides(
                     await session.get(f"{url}/health")
 
         async with a_gateway(replica, files, name=replicas_name("other")) as caller, caller.chat() as response:
-            assert response.status == 502
+            assert response.status == 503
         async with a_gateway(replica, files, bundle=stranger.bundle) as caller, caller.chat() as response:
-            assert response.status == 502
+            assert response.status == 503
         (tmp_path / "gateway-ca.crt").unlink()
         async with a_gateway(replica, files, bundle="") as caller, caller.chat() as response:
-            assert response.status == 502
+            assert response.status == 503
         async with a_gateway(replica, files) as caller, caller.chat(stream=True, max_tokens=4) as response:
             assert text_of(await events_of(response))
 
 
 async def test_a_replica_in_plain_text_is_not_called_as_one_that_speaks_tls(files, kept):
-    async with serving("--served-name", MODEL) as replica:
+    async with serving_here("--served-name", MODEL) as replica:
         await replica.ready()
         with pytest.raises(ReplicaUnreachable, match=r"(?i)ssl|wrong version"):
             await operator_client(replica, trusting(files.bundle), kept).signals(address(TEAM))
         async with a_gateway(replica, files) as caller, caller.chat() as response:
-            assert response.status == 502
+            assert response.status == 503
 
 
 async def test_an_expired_certificate_is_refused(files, kept):
     long_ago = datetime.now(UTC) - timedelta(days=45)
     files.authority = TlsFiles(files.folder, made_at=long_ago).authority  # a year: still valid
     files.issue(TEAM, made_at=long_ago)  # 30 days: over
-    async with serving("--tls-directory", str(files.folder), "--served-name", MODEL) as replica:
+    async with serving_here("--tls-directory", str(files.folder), "--served-name", MODEL) as replica:
         await replica.ready()
         with pytest.raises(ReplicaUnreachable, match="certificate has expired"):
             await operator_client(replica, trusting(files.bundle), kept).signals(address(TEAM))
         async with a_gateway(replica, files) as caller, caller.chat() as response:
-            assert response.status == 502
+            assert response.status == 503
 
 
 async def test_a_replica_without_a_usable_certificate_does_not_start(files):
     (files.folder / "tls.crt").write_text("not a certificate")
     with pytest.raises(AssertionError, match="no usable TLS certificate"):
-        async with serving("--tls-directory", str(files.folder)):
+        async with serving_here("--tls-directory", str(files.folder)):
             raise RuntimeError("it listens")
 
 
