@@ -7,11 +7,12 @@ from e2e.cluster.access import Access
 from tests.chart.lint import CHART
 
 
-def apply_rights(access: Access, part: str, namespace: str) -> None:
-    """The ServiceAccount of `operator` or `gateway` and its rights, as the chart renders them."""
+def apply_rights(access: Access, part: str, namespace: str, *values: str) -> None:
+    """The ServiceAccount of `operator` or `gateway` and its rights, as the chart renders them with these values."""
     system = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
     access.kubectl("apply", "-f", "-", stdin=json.dumps(system))
-    rights = access.helm("template", "slipway", CHART, "-n", namespace, "-s", f"templates/{part}-rbac.yaml")
+    sets = [part for value in values for part in ("--set", value)]
+    rights = access.helm("template", "slipway", CHART, "-n", namespace, "-s", f"templates/{part}-rbac.yaml", *sets)
     access.kubectl("apply", "-n", namespace, "-f", "-", stdin=rights)
 
 

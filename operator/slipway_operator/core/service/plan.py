@@ -265,7 +265,9 @@ def _assign_stable(
         return Assignment()
     mine = [member for member in members if member.replica.revision == stable.hash]
     # The list of the installation may be shorter than when this revision was rolled out.
-    not_allowed = _find_account_fault(observed, stable.apply_to(service).spec)
+    not_allowed = _find_account_fault(observed, stable.apply_to(service).spec) or find_plain_engine(
+        stable.engine, observed.defaults
+    )
     return assign(
         mine,
         service=service.metadata.name,
@@ -295,7 +297,8 @@ def _our_replicas(observed: Observed, now: datetime) -> tuple[Member, ...]:
         disrupted=limits.disrupted,
         restart_at=service.restart_moment,
         gateway_digests=serving_digests(observed, service),
-        internal_tls=observed.defaults.internal_tls if observed.tls_is_settled else None,
+        # Replicas of other engines stay in plain text: none can take their place.
+        internal_tls=observed.defaults.internal_tls if observed.tls_is_settled and observed.engine is None else None,
         now=now,
     )
 

@@ -94,7 +94,10 @@ def build_pod(
         }
         | _placement(service, placement, avoid_node, closed_nodes),
     }
-    return tls.secured(pod) if access.tls else pod
+    if not access.tls:
+        return pod
+    assert revision.engine is None, "an engine answers in plain text (find_plain_engine)"
+    return tls.secured(pod)
 
 
 def _recommended_labels(service: InferenceService, revision: Revision) -> dict[str, str]:
