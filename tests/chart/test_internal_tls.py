@@ -72,15 +72,15 @@ def test_one_value_turns_it_on_and_without_it_nothing_is_granted(apiserver):
 
 
 @pytest.fixture
-def rights(apiserver, tmp_path: Path, monkeypatch):
+def rights(apiserver, tmp_path: Path):
     apply_rights(apiserver, "operator", SYSTEM, ON)
     apiserver.kubectl("create", "namespace", TEAM)
-    monkeypatch.setenv("KUBECONFIG", str(kubeconfig_of(apiserver, "slipway-operator", SYSTEM, tmp_path)))
+    kubeconfig_of(apiserver, "slipway-operator", SYSTEM, tmp_path)
     yield apiserver
     apiserver.kubectl("delete", "namespace", SYSTEM, TEAM, "--wait=false")
 
 
-async def test_with_the_charts_rights_certificates_are_made_and_renewed_and_no_other_secret_is_read(rights):
+async def test_with_the_charts_rights_certificates_are_made_and_renewed_and_no_other_secret_is_read(rights, tmp_path):
     now = [datetime.now(UTC)]
     began = now[0]
 
@@ -89,7 +89,7 @@ async def test_with_the_charts_rights_certificates_are_made_and_renewed_and_no_o
         assert found["type"] == "kubernetes.io/tls"
         return {key: base64.b64decode(text) for key, text in found["data"].items()}
 
-    async with Client(auth.load()) as client:
+    async with Client(auth.load(str(tmp_path / "kubeconfig"))) as client:
         trust = Trust()
         operator = Certificates(
             client,

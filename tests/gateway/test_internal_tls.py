@@ -22,7 +22,7 @@ from tests.gateway.doubles import MODEL, Caller, events_of, text_of
 from tests.operator.tls_files import TlsFiles
 from tests.runtime.processes import Replica, serving, serving_here
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.capability("SE-10")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.capability("SE-10")]
 
 TEAM = replicas_name("team")
 NO_TOKENS = SimpleNamespace(tokens=lambda *_: ["any"])  # without digests, a runtime requires none
