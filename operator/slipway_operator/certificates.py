@@ -12,7 +12,7 @@ services of its namespace report. Nothing is deleted; a Secret that nobody needs
 import asyncio
 import base64
 import binascii
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Final
@@ -24,7 +24,7 @@ from slipway_api import internal_tls, names
 from slipway_api.trust import Trust
 from slipway_kube.client import Client
 from slipway_kube.errors import KubeError, NotFound
-from slipway_kube.resources import CONFIG_MAPS, SECRETS, Resource
+from slipway_kube.resources import CONFIG_MAPS, INFERENCE_SERVICES, SECRETS, WARM_POOLS, Resource
 from slipway_kube.writer import Writer
 from slipway_operator.authority import (
     CertificateUnreadable,
@@ -34,6 +34,9 @@ from slipway_operator.authority import (
     issue,
     new_authority,
 )
+from slipway_operator.clock import Clock
+from slipway_operator.controller.kinds import Key
+from slipway_operator.controller.store import ObjectStore
 from slipway_operator.core.certificates import (
     Certificate,
     Lifetime,
@@ -43,6 +46,7 @@ from slipway_operator.core.certificates import (
     why_renew,
 )
 from slipway_operator.metrics import OperatorMetrics
+from slipway_operator.settings import OperatorSettings
 
 log = structlog.get_logger()
 
@@ -331,6 +335,47 @@ class Certificates:
         await self._writer.merge_patch(
             resource, namespace, name, {"metadata": {"resourceVersion": version}, "data": data}
         )
+
+
+def certificates_of_installation(
+    settings: OperatorSettings,
+    client: Client,
+    writer: Writer,
+    trust: Trust,
+    metrics: OperatorMetrics,
+    stores: Mapping[str, ObjectStore],
+    *,
+    wake: Callable[[Key], None],
+    clock: Clock,
+) -> Certificates:
+    """The certificates that the settings ask for. A namespace needs one for its services and pools; a changed fault
+    wakes its services."""
+
+    def namespaces() -> set[str]:
+        kinds = (INFERENCE_SERVICES.kind, WARM_POOLS.kind)
+        return {key.namespace for kind in kinds if kind in stores for key in stores[kind].keys()}  # noqa: SIM118
+
+    def wake_services(namespace: str) -> None:
+        for key in stores[INFERENCE_SERVICES.kind].keys():  # noqa: SIM118  a method of the store
+            if key.namespace == namespace:
+                wake(key)
+
+    return Certificates(
+        client,
+        writer,
+        trust,
+        Place(
+            installation=settings.installation,
+            namespace=settings.namespace,
+            cluster_domain=settings.cluster_domain,
+        ),
+        metrics,
+        namespaces=namespaces,
+        on_fault=wake_services,
+        now=clock.now,
+        monotonic=clock.monotonic,
+        is_enabled=settings.internal_tls,
+    )
 
 
 def _keys(authority: str) -> tuple[str, str]:

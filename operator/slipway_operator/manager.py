@@ -7,7 +7,6 @@ SIGTERM it finishes the passes that run and releases the Lease, so that the next
 
 import asyncio
 import gc
-import os
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -28,7 +27,7 @@ from slipway_kube.resources import INFERENCE_SERVICES, LORA_ADAPTERS, WARM_POOLS
 from slipway_kube.writer import Write, Writer
 from slipway_operator.adapter_calls import AdapterCalls
 from slipway_operator.adapter_client import AdapterClient
-from slipway_operator.certificates import Certificates, Place
+from slipway_operator.certificates import certificates_of_installation
 from slipway_operator.clock import SYSTEM, Clock
 from slipway_operator.controller.children import Children
 from slipway_operator.controller.executor import Executor, StaleView
@@ -39,6 +38,7 @@ from slipway_operator.controller.labels import LabelWriter
 from slipway_operator.controller.queue import QueueClosed, Urgency, WorkQueue
 from slipway_operator.controller.reconciler import Reconciler
 from slipway_operator.controller.resync import Resync
+from slipway_operator.ending import end_tasks, leave_at_once
 from slipway_operator.hub_reader import HubReader
 from slipway_operator.inputs.caches import Caches, Inputs, ReplicaTarget
 from slipway_operator.inputs.child_watch import ChildWatch
@@ -90,12 +90,6 @@ def exempt_caches_from_collection() -> None:
     """Keep the garbage collector from walking the filled caches again and again: each walk stops the event loop."""
     gc.collect()
     gc.freeze()
-
-
-def leave_at_once(reason: str) -> None:
-    """End the process without another await: tasks that still run must not write."""
-    log.error("the process ends", reason=reason)
-    os._exit(1)
 
 
 class Manager:
@@ -180,21 +174,8 @@ class Manager:
             else None
         )
         self._gateway_keys = gateway_keys
-        self._certificates = Certificates(
-            client,
-            writer,
-            trust or Trust(),
-            Place(
-                installation=settings.installation,
-                namespace=settings.namespace,
-                cluster_domain=settings.cluster_domain,
-            ),
-            metrics,
-            namespaces=self._namespaces_of_pods,
-            on_fault=self._queue_namespace,
-            now=clock.now,
-            monotonic=clock.monotonic,
-            is_enabled=settings.internal_tls,
+        self._certificates = certificates_of_installation(
+            settings, client, writer, trust or Trust(), metrics, self.caches.stores, wake=self._queue.add, clock=clock
         )
         self._gateways = Gateways(
             dial,
@@ -348,12 +329,12 @@ class Manager:
         if self.elector.is_leader():
             self._metrics.lease_transitions.labels("given back").inc()
             await self._finish_running_passes()
-        await _end(*self._tasks)
+        await end_tasks(*self._tasks)
         await self._drains.stop()
         await self._smoke_tests.stop()
         await self._hub.stop()
         await self._adapter_calls.stop()
-        await _end(*self._election)  # when cancelled, it releases the Lease if it holds it
+        await end_tasks(*self._election)  # when cancelled, it releases the Lease if it holds it
         self.stopped.set()
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -453,18 +434,6 @@ class Manager:
         for key in self.caches.stores[INFERENCE_SERVICES.kind].keys():  # noqa: SIM118  a method of the store
             self._queue.add(key)
 
-    def _namespaces_of_pods(self) -> set[str]:
-        """The namespaces with services or pools, whose pods need a certificate."""
-        kinds = (INFERENCE_SERVICES.kind, WARM_POOLS.kind)
-        stores = [self.caches.stores[kind] for kind in kinds if kind in self.caches.stores]
-        return {key.namespace for store in stores for key in store.keys()}  # noqa: SIM118  a method of the store
-
-    def _queue_namespace(self, namespace: str) -> None:
-        """Queue the services of a namespace: the fault of its certificate has changed."""
-        for key in self.caches.stores[INFERENCE_SERVICES.kind].keys():  # noqa: SIM118  a method of the store
-            if key.namespace == namespace:
-                self._queue.add(key)
-
     def _watch_replica(self, uid: str, target: ReplicaTarget | None) -> None:
         if target is None:
             self._scraper.forget(uid)
@@ -525,10 +494,3 @@ class Manager:
 def _key_of(owner: ServiceKey | PoolKey) -> Key:
     """The object that a replica, or a pod that waits, belongs to."""
     return Key(WARM_POOLS.kind if isinstance(owner, PoolKey) else INFERENCE_SERVICES.kind, *owner)
-
-
-async def _end(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel the tasks and wait until they have ended."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -421,13 +421,10 @@ STORIES: dict[str, tuple[dict[str, str], int, int]] = {
     "SlipwayCertificateInvalid": ({'slipway_gateway_certificate_valid{pod="gateway-0"}': "1x10 0x10"}, 13, 10),
     "SlipwayInternalCertificate": (
         {
-            'slipway_operator_certificate_expiry_timestamp_seconds{namespace="team", secret="slipway-internal-tls"}': (
-                "605400x40"  # 7 days and 10 minutes from the start of the test
-            ),
-            "slipway_operator_certificate_faults": "0x40",
+            # 7 days and 10 minutes from the start of the test
+            'slipway_operator_certificate_expiry_timestamp_seconds{namespace="team"}': "605400x40",
         },
-        17,
-        9,
+        *(17, 9),
     ),
     "SlipwayGatewayViewOld": ({'slipway_gateway_view_age_seconds{pod="gateway-0"}': "1x10 500x10"}, 15, 9),
     "SlipwayWarningEvents": ({'slipway_operator_decisions_total{reason="GPUFault"}': "0x10 1x10"}, 12, 9),

@@ -42,10 +42,9 @@ from slipway_operator.core.service.replicas.assign import Assignment, assign, un
 from slipway_operator.core.service.replicas.drain import DrainRules, drain_replica
 from slipway_operator.core.service.replicas.edited import restore_edited
 from slipway_operator.core.service.replicas.pod import build_pod, pod_name
-from slipway_operator.core.service.replicas.tls import find_plain_engine
 from slipway_operator.core.service.replicas.undrain import take_back
 from slipway_operator.core.service.rollout import steps as rollout
-from slipway_operator.core.service.rollout.engine import choose_engine
+from slipway_operator.core.service.rollout.engine import choose_engine, find_plain_engine
 from slipway_operator.core.service.rollout.revision import (
     Revision,
     create_revision,
@@ -236,8 +235,6 @@ def _is_stopped(service: InferenceService) -> bool:
 def _may_start(observed: Observed, members: Sequence[Member], revision: Revision, now: datetime) -> bool:
     """Whether a replica of this revision could serve, as far as that is known before its pod."""
     spec = revision.apply_to(observed.service).spec
-    if find_plain_engine(revision.engine, observed.defaults):
-        return False
     if _find_account_fault(observed, spec) or find_refusal(spec, observed.defaults):
         return False
     return hold_until(observed, members, now) is None and not isinstance(check_fit(spec), DoesNotFit)
@@ -264,10 +261,8 @@ def _assign_stable(
     if stable is None:
         return Assignment()
     mine = [member for member in members if member.replica.revision == stable.hash]
-    # The list of the installation may be shorter than when this revision was rolled out.
-    not_allowed = _find_account_fault(observed, stable.apply_to(service).spec) or find_plain_engine(
-        stable.engine, observed.defaults
-    )
+    not_allowed = find_plain_engine(stable.engine, observed.defaults)
+    not_allowed = not_allowed or _find_account_fault(observed, stable.apply_to(service).spec)
     return assign(
         mine,
         service=service.metadata.name,
@@ -297,8 +292,7 @@ def _our_replicas(observed: Observed, now: datetime) -> tuple[Member, ...]:
         disrupted=limits.disrupted,
         restart_at=service.restart_moment,
         gateway_digests=serving_digests(observed, service),
-        # Replicas of other engines stay in plain text: none can take their place.
-        internal_tls=observed.defaults.internal_tls if observed.tls_is_settled and observed.engine is None else None,
+        internal_tls=observed.defaults.internal_tls if observed.tls_is_settled else None,
         now=now,
     )
 

@@ -8,26 +8,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from slipway_api import internal_tls, names
-from slipway_operator.core.engines import PinnedEngine
-from slipway_operator.core.observed import Defaults
 
 FLAG: Final = "--tls-directory"
 READABLE: Final = 0o440  # by user and group of the pod
 _PROBES: Final = ("startupProbe", "readinessProbe", "livenessProbe")
 _ADMIN_PORTS: Final = ("admin", names.ADMIN_PORT)
-
-
-def find_plain_engine(engine: PinnedEngine | None, defaults: Defaults) -> str:
-    """Why no replica of this engine may be created while internal TLS is on; empty: it may.
-
-    An engine answers on the serving port itself, and would answer in plain text.
-    """
-    if engine is None or not defaults.internal_tls:
-        return ""
-    return (
-        f"internalTLS.enabled of the chart is true, and Engine {engine.name} answers in plain text. Use the engine "
-        "slipway, or install the services of other engines by a release without internalTLS"
-    )
 
 
 def secured(pod: Mapping[str, Any]) -> dict[str, Any]:

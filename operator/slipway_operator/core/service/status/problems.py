@@ -41,7 +41,6 @@ from slipway_operator.core.service.model import model_access
 from slipway_operator.core.service.model.fit import check_fit
 from slipway_operator.core.service.model.model_cache import find_refusal
 from slipway_operator.core.service.model.pulls import is_pull
-from slipway_operator.core.service.replicas.tls import find_plain_engine
 from slipway_operator.core.service.rollout.revision import Revision
 from slipway_operator.core.service.status.mounts import describe_mount, is_for_author, missing_secret
 from slipway_operator.core.service.status.placement import (
@@ -196,8 +195,6 @@ def find_start_obstacle(observed: Observed, revision: Revision) -> tuple[Reason,
     wanted = service.spec
     if fault := find_account_fault(wanted.template.spec, observed.defaults.service_accounts):
         return Reason.INVALID_SPEC, f"no replica of revision {revision.hash} is started: {fault}"
-    if fault := find_plain_engine(revision.engine, observed.defaults):
-        return Reason.ENGINE_WITHOUT_TLS, f"no replica of revision {revision.hash} is started: {fault}"
     if refusal := find_refusal(wanted, observed.defaults):
         return Reason.CACHE_NOT_PERMITTED, f"no replica is started: {refusal}"
     if observed.warm is not None and (missing := observed.warm.why_missing(service)):
