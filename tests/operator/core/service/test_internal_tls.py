@@ -73,5 +73,6 @@ def test_an_engine_in_plain_text_gets_no_replica_while_tls_is_on_and_its_running
     assert not {name for name, pod in world.pods.items() if pod.replica.deleted_at is None}
 
     world.internal_tls = False
+    world.reconcile()  # the first pass of the operator that was started with the new value
     world.run(600)  # replicas that ended early are started again after a pause
     assert len(world.pods) == 2
