@@ -31,6 +31,16 @@ STALLED_CAUSES: Final = {
         Helper.INSTALLATION,
         "Set modelCache.nodePath of the chart and allow hostPath in the namespace, or set another cache policy.",
     ),
+    Reason.CERTIFICATE_UNAVAILABLE: Cause(
+        "The operator cannot make or renew the TLS certificate of the namespace. Replicas serve until theirs ends.",
+        Helper.INSTALLATION,
+        "Grant or restore what the message names; the operator tries again every 15 seconds.",
+    ),
+    Reason.ENGINE_WITHOUT_TLS: Cause(
+        "internalTLS.enabled of the chart is true, and the engine of the service answers in plain text.",
+        Helper.INSTALLATION,
+        "Use the engine slipway, or serve other engines by a release without internalTLS.",
+    ),
     Reason.IMAGE_PULL_FAILED: Cause(
         "The kubelet cannot pull the runtime image.",
         Helper.AUTHOR,

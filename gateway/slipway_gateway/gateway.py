@@ -7,6 +7,8 @@ from contextlib import AsyncExitStack
 
 import structlog
 
+from slipway_api.served_certificate import Certificate
+from slipway_api.trust import TrustFile
 from slipway_gateway.accounting import Accounting
 from slipway_gateway.app import OPEN_WARNING, Admin, client_app
 from slipway_gateway.batch.api import ENDPOINTS as BATCH_ENDPOINTS
@@ -28,7 +30,6 @@ from slipway_gateway.shares import SharedCapacity
 from slipway_gateway.startup import RouteStartup
 from slipway_gateway.tenancy import Tenancy
 from slipway_gateway.tenants import TenantFiles
-from slipway_gateway.tls import Certificate
 from slipway_gateway.tracing import Tracing
 from slipway_gateway.upstream import Upstream
 from slipway_gateway.watch import Watch
@@ -68,11 +69,13 @@ class Gateway:
             lambda: accounting.remove_stale(self.fleet.table.services, self.tenancy.tenant_names)
         )
         self._keys = GatewayKeys(settings.key_directory)
-        self.upstream = Upstream(settings.upstream_timeouts, serving_headers=self._keys.serving_headers)
+        trust = TrustFile(settings.internal_ca_file)
+        self.upstream = Upstream(settings.upstream_timeouts, serving_headers=self._keys.serving_headers, trust=trust)
         self.kv_feeds = KvFeeds(
             self.fleet,
             serving_headers=self._keys.serving_headers,
             count=lambda event, number: self.metrics.kv_events.labels(event).inc(number),
+            trust=trust,
         )
         self.metrics.kv_feeds.set_function(lambda: len(self.kv_feeds.live))
         self.requests = Requests(
@@ -111,6 +114,8 @@ class Gateway:
         )
         certificate = Certificate(settings.tls_directory) if settings.tls_directory is not None else None
         self.metrics.add_certificate(certificate)
+        inside = Certificate(settings.internal_tls_directory) if settings.internal_tls_directory is not None else None
+        self.metrics.add_internal_tls(inside, trust)
         self.batches: BatchWorker | None = None
         if settings.batch_directory is not None:
             store = BatchStore(settings.batch_directory)
@@ -135,7 +140,7 @@ class Gateway:
             limits,
             certificate=certificate,
         )
-        self.admin_listener = Listener(self.admin.app(), settings.bind, settings.admin_port, limits)
+        self.admin_listener = Listener(self.admin.app(), settings.bind, settings.admin_port, limits, certificate=inside)
         self.metrics.add_listener("clients", self.client_listener.connections)
         self.metrics.add_listener("admin", self.admin_listener.connections)
         self.watching: asyncio.Task[None] | None = None

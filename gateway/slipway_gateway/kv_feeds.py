@@ -19,10 +19,12 @@ import structlog
 
 from slipway_api.names import HEADER_TEXT_BLOCKS, PATH_TEXT_BLOCKS
 from slipway_api.text_blocks import HEARTBEAT_SECONDS, TextBlocks, TextBlockUpdate
+from slipway_api.trust import Trust
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.picker.endpoints import Endpoint
 from slipway_gateway.picker.prefix import BLOCK_BYTES
 from slipway_gateway.picker.scorers import RoutingRequest
+from slipway_gateway.upstream import tls_options
 
 log = structlog.get_logger()
 
@@ -43,11 +45,13 @@ class KvFeeds:
         serving_headers: Callable[[Endpoint], Mapping[str, str]] = lambda _: {},
         count: Callable[[str, int], None] = lambda _event, _number: None,
         most: int = MAX_FEEDS,
+        trust: Trust | None = None,
     ) -> None:
         """`serving_headers` prove that a gateway asks. `count` counts the blocks stored and removed, and the resets."""
         self.live: set[str] = set()  # replicas whose feed is connected
         self._fleet = fleet
         self._serving_headers = serving_headers
+        self._trust = trust or Trust()
         self._count = count
         self._most = most
         self._having: set[str] = set()  # replicas that have a feed, connected or not
@@ -121,7 +125,8 @@ class KvFeeds:
         assert self._session is not None, "used outside `async with`"
         headers = dict(self._serving_headers(endpoint))
         url = endpoint.url + PATH_TEXT_BLOCKS
-        async with self._session.get(url, params={"after": cursor}, headers=headers) as response:
+        tls = tls_options(endpoint, self._trust)
+        async with self._session.get(url, params={"after": cursor}, headers=headers, **tls) as response:
             if response.status in (404, 405, 501):
                 raise _UnsupportedError
             if response.status != 200 or response.content_type != "application/x-ndjson":

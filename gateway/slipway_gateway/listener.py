@@ -29,8 +29,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from slipway_api.listening import bound_sockets
+from slipway_api.served_certificate import Certificate
 from slipway_gateway.protocol_errors import hide_server, with_own_errors
-from slipway_gateway.tls import Certificate
 
 log = structlog.get_logger()
 

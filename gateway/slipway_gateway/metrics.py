@@ -9,9 +9,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from slipway_api.gateway_api import OUTCOME_BUCKETS, OutcomesReport
+from slipway_api.served_certificate import Certificate
+from slipway_api.trust import TrustFile
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.listener import Connections
-from slipway_gateway.tls import Certificate
 
 UNKNOWN_MODEL: Final = ""  # a client's text never becomes a label
 
@@ -145,6 +146,15 @@ class Metrics:
                 registry=self._registry,
             )  # fmt: skip
             valid.set_function(lambda: float(not certificate.fault))
+
+    def add_internal_tls(self, certificate: Certificate | None, trust: TrustFile) -> None:
+        """Show whether the files of internal TLS are in use: its own certificate, and the authorities of replicas."""
+        valid = Gauge(
+            "slipway_gateway_internal_tls_valid",
+            "0 while the mounted internal certificate or its authorities cannot be used",
+            registry=self._registry,
+        )
+        valid.set_function(lambda: float(not (trust.fault or (certificate is not None and certificate.fault))))
 
     def add_listener(self, port: str, connections: Connections) -> None:
         """Count the connections of one more port, by the name it has in the labels."""

@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from slipway_api import otlp
+from slipway_api import internal_tls, otlp
 from slipway_api.listening import ALL_ADDRESSES
 from slipway_api.names import ADMIN_PORT, SERVING_PORT
 from slipway_gateway.batch.limits import BatchLimits
@@ -73,6 +73,10 @@ class GatewaySettings(BaseSettings):
     gateways: PositiveInt = 1  # that share the limits of tenants, where they are not counted
     gateway_service: str = ""  # the Kubernetes Service whose ready backends are counted
     tls_directory: Path | None = None  # tls.crt and tls.key for the port of clients, mounted; empty: plain HTTP
+    # Certificate of the admin port (ADR 144), mounted; empty: the operator reads it as plain text.
+    internal_tls_directory: Path | None = None
+    # The authorities that verify replicas; while there is no such file, replicas that speak TLS cannot be called.
+    internal_ca_file: Path = Path("/etc/slipway/internal-ca") / internal_tls.CA_FILE
     max_tokens: NonNegativeInt = 0  # that a request may ask for; 0: no limit but the runtime's
     default_max_tokens: NonNegativeInt = 0  # where it asks for no number; 0: max_tokens
 

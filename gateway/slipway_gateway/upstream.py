@@ -27,6 +27,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from slipway_api.names import HEADER_REQUEST_ID, HEADER_REVISION, HEADER_TOKEN_IDS, INTERNAL_HEADERS
+from slipway_api.trust import NoTrustError, Trust
 from slipway_gateway.hangs import LATE_SECONDS, Pace
 from slipway_gateway.load_reports import LOAD_FORMAT, LOAD_FORMAT_HEADER, LOAD_HEADER
 from slipway_gateway.picker.endpoints import STATIC_REVISION, Endpoint
@@ -300,9 +301,14 @@ class Upstream:
         timeouts: UpstreamTimeouts | None = None,
         *,
         serving_headers: Callable[[Endpoint], Mapping[str, str]] = lambda _: {},
+        trust: Trust | None = None,
     ) -> None:
-        """`serving_headers` are added to each request: they prove to the endpoint that a gateway sends it."""
+        """`serving_headers` are added to each request: they prove to the endpoint that a gateway sends it.
+
+        trust: the authorities that verify replicas that speak TLS; None: no such replica can be called.
+        """
         self._serving_headers = serving_headers
+        self._trust = trust or Trust()
         self.timeouts = timeouts or UpstreamTimeouts()
         self._session: aiohttp.ClientSession | None = None
         self._paces: WeakValueDictionary[str, Pace] = WeakValueDictionary()  # by endpoint, while it has answers open
@@ -368,7 +374,12 @@ class Upstream:
         url = URL(endpoint.url + path, encoded=True)
         headers = {**headers, **self._serving_headers(endpoint)}
         try:
-            return await self._session.post(url, data=body, headers=headers, allow_redirects=False)
+            tls = tls_options(endpoint, self._trust)
+            return await self._session.post(url, data=body, headers=headers, allow_redirects=False, **tls)
+        except NoTrustError as error:
+            raise UnreachableError("the replica's certificate cannot be verified: no authority is known") from error
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise UnreachableError(f"the replica's certificate is refused: {_why(error.certificate_error)}") from error
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise UnreachableError("no connection") from _without_frames(error)
         except (aiohttp.ClientError, OSError) as error:
@@ -390,6 +401,16 @@ class Upstream:
             if hasattr(socket, option):
                 made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         return made
+
+
+def tls_options(endpoint: Endpoint, trust: Trust) -> dict[str, Any]:
+    """Arguments of a request to a replica that speaks TLS. Raises NoTrustError; plain text is never tried instead."""
+    return {"ssl": trust.context, "server_hostname": endpoint.tls_name} if endpoint.tls_name else {}
+
+
+def _why(error: Exception) -> str:
+    """Why a certificate is refused: `certificate has expired`, `Hostname mismatch, …`."""
+    return str(getattr(error, "verify_message", "") or type(error).__name__)
 
 
 def answers_for_other(endpoint: Endpoint, reply: Reply) -> bool:

@@ -13,7 +13,7 @@ import structlog
 from pydantic import BaseModel
 
 from slipway_api import autoscaling as kinds
-from slipway_api import lora_adapter, names
+from slipway_api import internal_tls, lora_adapter, names
 from slipway_api.conditions import ConditionType, Reason
 from slipway_api.inference_service import Drain, Fallback, Hedging, RoutingStrategy
 from slipway_api.lora_adapter import PlacementMode
@@ -285,17 +285,19 @@ def endpoint_of(pod: Pod, port: int = names.SERVING_PORT, *, on_silent_node: boo
     address = pod.status.pod_ip
     digests = pod.metadata.annotations.get(names.ANNOTATION_SERVING_TOKEN_SHA256, "")
     host = f"[{address}]" if ":" in address else address
+    speaks_tls = pod.spec.secret_of(internal_tls.VOLUME) == internal_tls.REPLICAS_SECRET
     return Endpoint(
         name=f"{pod.namespace}/{pod.name}",
         service=f"{pod.namespace}/{owner.name}",
         revision=pod.labels.get(names.LABEL_REVISION, ""),
-        url=f"http://{host}:{port}",
+        url=f"{'https' if speaks_tls else 'http'}://{host}:{port}",
         owner_uid=owner.uid,
         served_name=pod.metadata.annotations.get(names.ANNOTATION_SERVED_NAME, ""),
         token_digests=tuple(filter(None, digests.split(","))),
         adapters=frozenset(filter(None, pod.metadata.annotations.get(names.ANNOTATION_ADAPTERS, "").split(","))),
         node=pod.spec.node_name,
         engine=pod.metadata.annotations.get(names.ANNOTATION_ENGINE, ""),
+        tls_name=internal_tls.replicas_name(pod.namespace) if speaks_tls else "",
     )
 
 

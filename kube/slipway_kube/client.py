@@ -192,14 +192,16 @@ class Client:
         headers: Mapping[str, str] | None = None,
         body: Any = None,
         timeout: float | None = None,
+        over_tls: bool = False,
     ) -> ProxyReply:
         """Send a request to a pod through `pods/proxy`, for an operator that runs outside the cluster.
 
         An error status of the pod itself is returned as the reply. An error of the API server is raised as a
         `StatusError` (503 `ServerError` when the pod refuses the connection). The proxy strips Authorization, so tokens
-        travel in other headers.
+        travel in other headers. With `over_tls` the API server calls the pod by https, and does not verify it.
         """
-        route = f"{PODS.path(namespace, f'{name}:{port}')}/proxy{path}"
+        target = f"{'https:' if over_tls else ''}{name}:{port}"
+        route = f"{PODS.path(namespace, target)}/proxy{path}"
         status, reply, _ = await self._exchange(
             method, route, headers=headers, body=body, timeout=timeout, most=MOST_POD_BYTES
         )

@@ -140,10 +140,28 @@ class ContainerStatus(Slim, frozen=True):
     last_state: ContainerState = ContainerState()
 
 
+class SecretSource(Slim, frozen=True):
+    """The Secret of a volume."""
+
+    secret_name: str = ""
+
+
+class Volume(Slim, frozen=True):
+    """A volume of a pod, with its Secret if it is of one."""
+
+    name: str
+    secret: SecretSource | None = None
+
+
 class PodSpec(Slim, frozen=True):
-    """The spec of a pod: its node."""
+    """The spec of a pod: its node, and its volumes, which cannot be changed."""
 
     node_name: str = ""
+    volumes: tuple[Volume, ...] = ()
+
+    def secret_of(self, volume: str) -> str:
+        """The name of the Secret of this volume; empty: there is no such volume, or it is of no Secret."""
+        return next((one.secret.secret_name for one in self.volumes if one.name == volume and one.secret), "")
 
 
 class PodStatus(Slim, frozen=True):

@@ -13,7 +13,7 @@ from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
 from urllib3.exceptions import HTTPError
 
-from slipway_api import names
+from slipway_api import internal_tls, names
 from slipway_api.admin_token import admin_token
 from slipway_api.inference_service import InferenceService
 from slipway_api.service_template import ServiceTemplate, with_inherited
@@ -193,7 +193,9 @@ class Cluster:
     def _read_admin_port(self, pod: Mapping[str, Any], path: str, tokens: Sequence[str]) -> Any:
         """The JSON at `path` on the admin port of a pod; the tokens are tried in their order."""
         namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
-        proxied = f"/api/v1/namespaces/{namespace}/pods/{name}:{names.ADMIN_PORT}/proxy{path}"
+        speaks_tls = any(one["name"] == internal_tls.VOLUME for one in pod["spec"].get("volumes") or ())
+        target = f"{'https:' if speaks_tls else ''}{name}:{names.ADMIN_PORT}"
+        proxied = f"/api/v1/namespaces/{namespace}/pods/{target}/proxy{path}"
         for number, token in enumerate(tokens, start=1):
             try:
                 return json.loads(self._get(proxied, token, f"admin port of {namespace}/{name}"))

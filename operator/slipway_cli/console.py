@@ -8,11 +8,11 @@ import re
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import IO, Any, Final
 
-from slipway_api import names
+from slipway_api import internal_tls, names
 from slipway_cli.cluster import Cluster, ClusterError
 
 _FORWARDING: Final = re.compile(rb"Forwarding from 127\.0\.0\.1:(\d+) ->")
@@ -47,7 +47,7 @@ def forwarded_console(cluster: Cluster, release_namespace: str, *, context: str 
             raise ClusterError(f"kubectl port-forward to {namespace}/{name} failed: {cause}")
         # It writes a line for each connection, and would stop if nobody read them.
         threading.Thread(target=_discard, args=(forward.stdout,), daemon=True).start()
-        yield f"http://127.0.0.1:{started[1].decode()}/console#token={token}"
+        yield f"{_scheme(pod)}://127.0.0.1:{started[1].decode()}/console#token={token}"
     finally:
         forward.terminate()
         try:
@@ -55,6 +55,11 @@ def forwarded_console(cluster: Cluster, release_namespace: str, *, context: str 
         except subprocess.TimeoutExpired:
             forward.kill()
             forward.wait()
+
+
+def _scheme(pod: Mapping[str, Any]) -> str:
+    """A browser does not know the installation's own authority, and asks whether to go on."""
+    return "https" if any(one["name"] == internal_tls.VOLUME for one in pod["spec"].get("volumes") or ()) else "http"
 
 
 def _discard(lines: IO[bytes]) -> None:

@@ -17,6 +17,19 @@ log = structlog.get_logger()
 PATIENCE_SECONDS: Final = 10.0  # kopf itself gives its last tasks 5 s
 
 
+def leave_at_once(reason: str) -> None:
+    """End the process without another await: tasks that still run must not write."""
+    log.error("the process ends", reason=reason)
+    os._exit(1)
+
+
+async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel the tasks and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def run_until_stopped(
     operator: Coroutine[Any, Any, None],
     stopped: asyncio.Event,

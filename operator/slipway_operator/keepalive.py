@@ -7,6 +7,9 @@ a part of HTTP is needed: one request at a time on a connection, a body with Con
 import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping
+from typing import cast
+
+from slipway_api.trust import Trust
 
 LONGEST_REPLY = 4 * 1024**2
 LONGEST_HEAD = 64 * 1024
@@ -47,8 +50,7 @@ class _Connection(asyncio.Protocol):
             self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's, over TLS, is not a subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._fail(exc if isinstance(exc, OSError) else ConnectionEnded("the connection was closed"))
@@ -93,29 +95,48 @@ class _Connection(asyncio.Protocol):
         return int(status_line[9:12]), bytes(body[:length])
 
 
-class KeptConnections:
-    """Connections by (host, port), kept after a reply for the next request to the same replica."""
+Where = tuple[str, int, str]
+"""Address, port, and the name in the certificate of the other side; no name: plain text."""
 
-    def __init__(self) -> None:
-        self._idle: OrderedDict[tuple[str, int], _Connection] = OrderedDict()
+
+class KeptConnections:
+    """Connections by `Where`, kept after a reply for the next request to the same replica."""
+
+    def __init__(self, trust: Trust | None = None) -> None:
+        """trust: the authorities that verify replicas that speak TLS; None: no such replica can be called."""
+        self._trust = trust or Trust()
+        self._idle: OrderedDict[Where, _Connection] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._idle)
 
     async def request(
-        self, method: str, host: str, port: int, path: str, headers: Mapping[str, str], body: bytes | None
+        self,
+        method: str,
+        host: str,
+        port: int,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        *,
+        tls_name: str = "",
     ) -> tuple[int, bytes]:
-        """Status and body of the reply. Raises OSError; the caller sets the deadline."""
+        """Status and body of the reply. Raises OSError; the caller sets the deadline.
+
+        tls_name: the name that its certificate must have; empty: plain text.
+        """
         raw = _encode(method, host, port, path, headers, body)
-        kept = self._idle.pop((host, port), None)
+        where = host, port, tls_name
+        kept = self._idle.pop(where, None)
         if kept is not None and kept.is_open and kept.is_reusable:
             try:
-                return await self._exchange(kept, (host, port), raw)
+                return await self._exchange(kept, where, raw)
             except (ConnectionEnded, ConnectionResetError, BrokenPipeError):
                 pass  # the server had closed it while it was idle; every request here may be repeated
         loop = asyncio.get_running_loop()
-        _, fresh = await loop.create_connection(_Connection, host, port)
-        return await self._exchange(fresh, (host, port), raw)
+        context = self._trust.context if tls_name else None
+        _, fresh = await loop.create_connection(_Connection, host, port, ssl=context, server_hostname=tls_name or None)
+        return await self._exchange(fresh, where, raw)
 
     def close(self) -> None:
         """Close all connections."""
@@ -123,7 +144,7 @@ class KeptConnections:
             connection.close()
         self._idle.clear()
 
-    async def _exchange(self, connection: _Connection, where: tuple[str, int], raw: bytes) -> tuple[int, bytes]:
+    async def _exchange(self, connection: _Connection, where: Where, raw: bytes) -> tuple[int, bytes]:
         is_done = False
         try:
             reply = await connection.exchange(raw)

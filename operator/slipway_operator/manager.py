@@ -7,7 +7,6 @@ SIGTERM it finishes the passes that run and releases the Lease, so that the next
 
 import asyncio
 import gc
-import os
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import Any
 
 import structlog
 
+from slipway_api.trust import Trust
 from slipway_api.types import ServiceKey
 from slipway_kube.client import Client
 from slipway_kube.errors import KubeError, LeadershipLost
@@ -27,6 +27,7 @@ from slipway_kube.resources import INFERENCE_SERVICES, LORA_ADAPTERS, WARM_POOLS
 from slipway_kube.writer import Write, Writer
 from slipway_operator.adapter_calls import AdapterCalls
 from slipway_operator.adapter_client import AdapterClient
+from slipway_operator.certificates import certificates_of_installation
 from slipway_operator.clock import SYSTEM, Clock
 from slipway_operator.controller.children import Children
 from slipway_operator.controller.executor import Executor, StaleView
@@ -37,6 +38,7 @@ from slipway_operator.controller.labels import LabelWriter
 from slipway_operator.controller.queue import QueueClosed, Urgency, WorkQueue
 from slipway_operator.controller.reconciler import Reconciler
 from slipway_operator.controller.resync import Resync
+from slipway_operator.ending import end_tasks, leave_at_once
 from slipway_operator.hub_reader import HubReader
 from slipway_operator.inputs.caches import Caches, Inputs, ReplicaTarget
 from slipway_operator.inputs.child_watch import ChildWatch
@@ -90,12 +92,6 @@ def exempt_caches_from_collection() -> None:
     gc.freeze()
 
 
-def leave_at_once(reason: str) -> None:
-    """End the process without another await: tasks that still run must not write."""
-    log.error("the process ends", reason=reason)
-    os._exit(1)
-
-
 class Manager:
     """Builds the parts of the operator, starts and stops them."""
 
@@ -108,13 +104,14 @@ class Manager:
         metrics: OperatorMetrics,
         *,
         serving_dial: Dial,
+        trust: Trust | None = None,
         on_lost: Callable[[str], None] = leave_at_once,
         on_synced: Callable[[], None] = lambda: None,
         resync_seconds: tuple[float, float] = RESYNC_SECONDS,
         clock: Clock = SYSTEM,
         kinds: Sequence[Registration] = KINDS,
     ) -> None:
-        """`dial` reaches the admin ports of replicas, `serving_dial` their serving ports.
+        """`dial` reaches the admin ports of replicas, `serving_dial` their serving ports; both verify by `trust`.
 
         `on_synced` is called once every object has had its first pass by this leader.
         """
@@ -177,6 +174,9 @@ class Manager:
             else None
         )
         self._gateway_keys = gateway_keys
+        self._certificates = certificates_of_installation(
+            settings, client, writer, trust or Trust(), metrics, self.caches.stores, wake=self._queue.add, clock=clock
+        )
         self._gateways = Gateways(
             dial,
             gateway_keys.admin_tokens,
@@ -198,6 +198,8 @@ class Manager:
             sample_of=self._scraper.sample,
             refuses_token=self._scraper.refuses_token,
             mount_failure_of=self._mounts.of,
+            certificate_fault_of=self._certificates.fault,
+            tls_is_settled=self._certificates.is_settled,
             defaults=installation_defaults(settings),
             token_digests=masters.digests,
             serving_digests=gateway_keys.digests,
@@ -327,12 +329,12 @@ class Manager:
         if self.elector.is_leader():
             self._metrics.lease_transitions.labels("given back").inc()
             await self._finish_running_passes()
-        await _end(*self._tasks)
+        await end_tasks(*self._tasks)
         await self._drains.stop()
         await self._smoke_tests.stop()
         await self._hub.stop()
         await self._adapter_calls.stop()
-        await _end(*self._election)  # when cancelled, it releases the Lease if it holds it
+        await end_tasks(*self._election)  # when cancelled, it releases the Lease if it holds it
         self.stopped.set()
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -366,6 +368,7 @@ class Manager:
         self._tasks.append(self._spawn(self._recorder.run(), "recorder"))
         if self._prometheus is not None:
             self._tasks.append(self._spawn(self._prometheus.run(), "prometheus"))
+        self._tasks.append(self._spawn(self._certificates.run(), "certificates"))
         self._tasks.append(self._spawn(self._gateway_pods.run(), "gateway pods"))
         self._tasks.append(self._spawn(self._gateways.run(), "gateways"))
         self._tasks.append(self._spawn(self._mounts.run(), "mount failures"))
@@ -491,10 +494,3 @@ class Manager:
 def _key_of(owner: ServiceKey | PoolKey) -> Key:
     """The object that a replica, or a pod that waits, belongs to."""
     return Key(WARM_POOLS.kind if isinstance(owner, PoolKey) else INFERENCE_SERVICES.kind, *owner)
-
-
-async def _end(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel the tasks and wait until they have ended."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -4,6 +4,8 @@ One object, created in main and passed to the parts that count; tests create the
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from datetime import datetime
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -71,6 +73,13 @@ class OperatorMetrics:
         self.warm_pods = gauge(
             "warm_pool_pods", "Pods of each WarmPool: ready, warming, claimed.", "namespace", "pool", "state"
         )
+        self.certificate_end = gauge(
+            "certificate_expiry_timestamp_seconds",
+            "When an internal certificate ends, in seconds since 1970; only the leader has them.",
+            "namespace", "secret",
+        )  # fmt: skip
+        self.certificate_faults = gauge("certificate_faults", "Internal certificates that cannot be kept now.")
+        self.certificates_issued = counter("certificates_issued_total", "Internal certificates issued.")
         self.accounts = AccountMetrics()
         self.registry.register(self.accounts)
         self.loop_lag = gauge("event_loop_lag_seconds", "By how many seconds the event loop woke too late last time.")
@@ -78,6 +87,15 @@ class OperatorMetrics:
     def watch(self, gauge: Gauge, read: Callable[[], float]) -> None:
         """Read a gauge's value when it is scraped, not when it changes."""
         gauge.set_function(read)
+
+    def set_certificate(self, namespace: str, secret: str, end: datetime) -> None:
+        """Show when a certificate ends."""
+        self.certificate_end.labels(namespace, secret).set(end.timestamp())
+
+    def forget_certificate(self, namespace: str, secret: str) -> None:
+        """Remove the series of a certificate that nobody needs any more."""
+        with suppress(KeyError):
+            self.certificate_end.remove(namespace, secret)
 
     def add_refused_lists(self, refused: Callable[[], Mapping[tuple[str, str], str]]) -> None:
         """Show the lists that the API server refuses, by (resource, namespace)."""

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from pydantic import ValidationError
 
-from slipway_api import names
+from slipway_api import internal_tls, names
 from slipway_api.runtime_api import (
     Body,
     DrainRequest,
@@ -59,13 +59,16 @@ class Address:
     ip: str
     nonce: str = field(default="", repr=False)  # annotation slipway.dev/admin-nonce
     owner_uid: str = field(default="", repr=False)  # uid of the controlling ownerReference
+    tls_name: str = ""  # the name in its certificate; empty: it was created to speak plain text
 
 
 def address_of(pod: Pod) -> Address:
     """The admin port of a pod that has an IP address."""
     owner = next((reference.uid for reference in pod.metadata.owner_references if reference.controller), "")
     nonce = pod.metadata.annotations.get(names.ANNOTATION_ADMIN_NONCE, "")
-    return Address(pod.namespace, pod.name, pod.status.pod_ip, nonce=nonce, owner_uid=owner)
+    speaks_tls = pod.spec.secret_of(internal_tls.VOLUME) == internal_tls.REPLICAS_SECRET
+    tls_name = internal_tls.replicas_name(pod.namespace) if speaks_tls else ""
+    return Address(pod.namespace, pod.name, pod.status.pod_ip, nonce=nonce, owner_uid=owner, tls_name=tls_name)
 
 
 class Tokens(Protocol):
@@ -90,7 +93,7 @@ def direct(connections: KeptConnections, *, port: int = names.ADMIN_PORT) -> Dia
     async def dial(
         method: str, replica: Address, path: str, headers: Mapping[str, str], body: bytes | None
     ) -> tuple[int, bytes]:
-        return await connections.request(method, replica.ip, port, path, headers, body)
+        return await connections.request(method, replica.ip, port, path, headers, body, tls_name=replica.tls_name)
 
     return dial
 
@@ -102,7 +105,14 @@ def through_api_server(client: Client, *, port: int = names.ADMIN_PORT) -> Dial:
         method: str, replica: Address, path: str, headers: Mapping[str, str], body: bytes | None
     ) -> tuple[int, bytes]:
         reply = await client.proxy_to_pod(
-            replica.namespace, replica.pod, port, path, method=method, headers=headers, body=body
+            replica.namespace,
+            replica.pod,
+            port,
+            path,
+            method=method,
+            headers=headers,
+            body=body,
+            over_tls=bool(replica.tls_name),
         )
         return reply.status, reply.body
 

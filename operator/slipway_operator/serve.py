@@ -20,6 +20,7 @@ from kopf._core.engines.peering import Identity
 from pydantic import ValidationError
 
 from slipway_api import __version__, logs, names
+from slipway_api.trust import Trust
 from slipway_kube import auth
 from slipway_kube.client import Client
 from slipway_kube.errors import KubeError, NoCredentials
@@ -52,6 +53,8 @@ environment:
   SLIPWAY_MASTER_DIR        folder with the admin masters: current, and previous while rotating (/etc/slipway/admin)
   SLIPWAY_GATEWAY_KEY_DIR   folder with the gateway's key, likewise (/etc/slipway/gateway)
   SLIPWAY_GATEWAY_SELECTOR  labels of the gateways' pods in SLIPWAY_NAMESPACE; the operator reads their demand
+  SLIPWAY_INTERNAL_TLS      true: replicas and the gateways' admin ports speak TLS (false)
+  SLIPWAY_INSTALLATION      value `name` of the chart: the names of its certificates begin with it (slipway)
   SLIPWAY_NETWORK_POLICY    on: each service gets a NetworkPolicy for its replicas; off: none (on)
   SLIPWAY_DIRECT_ACCESS     Open or GatewayOnly, for new services whose spec names neither (Open)
   SLIPWAY_CLIENT_NAMESPACES comma-separated; their pods may call services with directAccess GatewayOnly
@@ -69,14 +72,14 @@ environment:
 
 async def serve(settings: OperatorSettings, *, stop: asyncio.Event | None = None) -> None:
     """Run the whole operator, until SIGTERM, SIGINT or `stop`."""
-    metrics = OperatorMetrics()
+    metrics, trust = OperatorMetrics(), Trust()
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(Client(auth.load(), user_agent=user_agent()))
         lease_client = await stack.enter_async_context(Client(auth.load(), user_agent=user_agent(), timeout=5.0))
         if settings.replica_access == "proxy":
             dial, serving_dial = through_api_server(client), through_api_server(client, port=names.SERVING_PORT)
         else:
-            connections = KeptConnections()
+            connections = KeptConnections(trust)
             stack.callback(connections.close)
             dial, serving_dial = direct(connections), direct(connections, port=names.SERVING_PORT)
         manager = Manager(
@@ -86,6 +89,7 @@ async def serve(settings: OperatorSettings, *, stop: asyncio.Event | None = None
             dial,
             metrics,
             serving_dial=serving_dial,
+            trust=trust,
             on_synced=exempt_caches_from_collection,
         )
         admin_port = await stack.enter_async_context(

@@ -49,6 +49,10 @@ class OperatorSettings(BaseSettings):
         validation_alias="SLIPWAY_GATEWAY_SELECTOR",
     )
     """Labels of the gateways' pods in the release namespace; they are asked for demand and outcomes."""
+    internal_tls: bool = Field(False, validation_alias="SLIPWAY_INTERNAL_TLS")
+    """Whether replicas and the gateways' admin ports speak TLS, with certificates that the operator issues."""
+    installation: str = Field("slipway", validation_alias="SLIPWAY_INSTALLATION")
+    """The value `name` of the chart, with which the names of the installation's own certificates begin."""
     network_policy: bool = Field(True, validation_alias="SLIPWAY_NETWORK_POLICY")
     """Whether each service gets a NetworkPolicy for its replicas."""
     direct_access: DirectAccess = Field(DirectAccess.OPEN, validation_alias="SLIPWAY_DIRECT_ACCESS")
@@ -151,6 +155,7 @@ def installation_defaults(settings: OperatorSettings) -> Defaults:
         placement=settings.placement,
         tracing=_tracing(settings),
         direct_access=settings.direct_access,
+        internal_tls=settings.internal_tls,
         service_accounts=settings.allowed_service_accounts,
         allowed_images=settings.allowed_images,
         allowed_priority_classes=settings.allowed_priority_classes,

@@ -89,6 +89,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="HEX",
         help=f"take requests only with a token of this SHA-256 in {names.HEADER_SERVING_TOKEN}; once for each token",
     )
+    serve.add_argument(
+        "--tls-directory",
+        type=Path,
+        default=None,
+        metavar="DIRECTORY",
+        help="with tls.crt and tls.key, read again when they change: both ports speak TLS and nothing else",
+    )
     serve.add_argument("--dtype", type=_own_name, choices=[*Dtype], default="auto", help="also by vLLM's names")
     serve.add_argument("--quantization", choices=("", *Quantization), default="", help="of the weights, at load")
     serve.add_argument(

@@ -30,6 +30,7 @@ from jinja2 import TemplateError
 
 from slipway_api import logs, names
 from slipway_api.runtime_api import StartupTimes
+from slipway_api.served_certificate import Certificate, CertificateError
 from slipway_runtime.boot_memory import BootMemory, compare_with_first_start
 from slipway_runtime.engine.client import EngineClient, QueueLimits, Transport
 from slipway_runtime.engine.launch import BootedEngine, EngineNotLoadedError
@@ -101,14 +102,20 @@ async def serve(settings: RuntimeSettings) -> int:
             "KV events contain the tokens of prompts, and anybody who connects reads them",
             endpoint=settings.kv_events_endpoint,
         )
+    try:
+        certificate = Certificate(settings.tls_directory) if settings.tls_directory is not None else None
+    except CertificateError as error:
+        log.error("cannot serve TLS", reason=str(error))
+        write_termination_message(str(error))
+        return 1
     choice = ModelChoice(settings, replica)
     admin = admin_app(replica, choice, token_digests=settings.admin_token_digests)
     # The threads end after the ports, so that a late request does not meet a closed thread pool.
     threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="prompt")
     async with (
         _closing(threads),
-        listening(serving, settings.host, settings.port) as port,
-        listening(admin, settings.admin_host, settings.admin_port) as admin_port,
+        listening(serving, settings.host, settings.port, certificate=certificate) as port,
+        listening(admin, settings.admin_host, settings.admin_port, certificate=certificate) as admin_port,
     ):
         control = await serve_control(replica, settings.run_directory)
         log.info("listening", model=settings.model_name, port=port, admin_port=admin_port)

@@ -10,13 +10,14 @@ from e2e.cluster.access import Access
 from tests.chart.lint import CHART
 
 
-def apply_rights(access: Access, part: str, namespace: str) -> None:
-    """The ServiceAccount of `operator` or `gateway`, its rights and their limits, as the chart renders them."""
+def apply_rights(access: Access, part: str, namespace: str, *values: str) -> None:
+    """The ServiceAccount of `operator` or `gateway`, its rights and their limits, as the chart renders them with these values."""
     system = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
     access.kubectl("apply", "-f", "-", stdin=json.dumps(system))
     templates = (f"{part}-rbac", *(["operator-policy"] if part == "operator" else []))
     shown = [option for name in templates for option in ("-s", f"templates/{name}.yaml")]
-    rights = access.helm("template", "slipway", CHART, "-n", namespace, *shown)
+    sets = [option for value in values for option in ("--set", value)]
+    rights = access.helm("template", "slipway", CHART, "-n", namespace, *shown, *sets)
     access.kubectl("apply", "-n", namespace, "-f", "-", stdin=rights)
 
 

@@ -14,10 +14,11 @@ import yaml
 from aiohttp import web
 from prometheus_client import generate_latest
 
+from slipway_api.served_certificate import Certificate
 from slipway_gateway import metrics as gateway_metrics
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.tenancy import Tenancy
-from slipway_gateway.tls import Certificate
+from slipway_operator.core.service.plan import plan
 from slipway_operator.generation_metrics import GenerationMetrics
 from slipway_runtime.server.metrics import Metrics
 from tests.chart.operator_page import OperatorPage
@@ -304,6 +305,13 @@ STORIES: dict[str, tuple[dict[str, str], int, int]] = {
     ),
     "SlipwayTenantsInvalid": ({'slipway_gateway_tenants_valid{pod="gateway-0"}': "1x10 0x10"}, 13, 10),
     "SlipwayCertificateInvalid": ({'slipway_gateway_certificate_valid{pod="gateway-0"}': "1x10 0x10"}, 13, 10),
+    "SlipwayInternalCertificate": (
+        {
+            # 7 days and 10 minutes from the start of the test
+            'slipway_operator_certificate_expiry_timestamp_seconds{namespace="team"}': "605400x40",
+        },
+        *(17, 9),
+    ),
     "SlipwayGatewayViewOld": ({'slipway_gateway_view_age_seconds{pod="gateway-0"}': "1x10 500x10"}, 15, 9),
     "SlipwayWarningEvents": ({'slipway_operator_decisions_total{reason="GPUFault"}': "0x10 1x10"}, 12, 9),
 }

@@ -276,7 +276,7 @@ def test_no_field_of_the_table_can_hold_a_secret():
     known = {
         Service: "key served_name uid created weights withheld mirrors desired_replicas activation is_suspended stalled"
         " max_num_seqs strategy request_seconds fallback fallback_seconds hedged_prompt_tokens handover latency_limits",
-        Endpoint: "name service revision url owner_uid served_name token_digests adapters node engine",
+        Endpoint: "name service revision url owner_uid served_name token_digests adapters node engine tls_name",
         Adapter: "key name service alias alias_weight created on_demand stalled",
     }
     for kind, names in known.items():

@@ -8,9 +8,9 @@ import openai
 import pytest
 
 from e2e.cluster.pki import Authority
+from slipway_api.served_certificate import CHECK_SECONDS, Certificate, CertificateError
 from slipway_gateway.gateway import Gateway
 from slipway_gateway.settings import GatewaySettings
-from slipway_gateway.tls import CHECK_SECONDS, Certificate, CertificateError
 from tests.gateway.doubles import Runtime, a_gateway, events_of
 
 
@@ -62,7 +62,7 @@ async def test_the_stock_client_streams_over_tls(tmp_path):
 
 @pytest.mark.capability("PL-8", "SE-4")
 async def test_a_rotated_certificate_is_used_for_new_connections_and_running_streams_go_on(tmp_path, monkeypatch):
-    monkeypatch.setattr("slipway_gateway.tls.CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("slipway_api.served_certificate.CHECK_SECONDS", 0.0)
     mounted = Mounted(tmp_path)
     old = mounted.issue("one")
     held = Runtime().hold()
@@ -88,7 +88,7 @@ async def test_a_rotated_certificate_is_used_for_new_connections_and_running_str
 
 @pytest.mark.capability("PL-8")
 async def test_files_that_do_not_fit_together_change_nothing_until_they_do(tmp_path, monkeypatch):
-    monkeypatch.setattr("slipway_gateway.tls.CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("slipway_api.served_certificate.CHECK_SECONDS", 0.0)
     mounted = Mounted(tmp_path)
     old = mounted.issue("one")
     first_key = (mounted.directory / "tls.key").read_bytes()

@@ -67,6 +67,7 @@ class OperatorProcess:
                 gateway_url="http://gateway",
                 agent_image="slipway/agent:test",
                 watch_namespaces=watch_namespaces,
+                **cluster.settings,
             ),
             client,
             lease_client,

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from slipway_api import names
+from slipway_api import internal_tls, names
 from slipway_api.admin_token import token_matches
 from slipway_api.runtime_api import BlockCounts, DrainStatus, ModelInfo, QueueCounts, Signals, StartupTimes, State
 from slipway_kube.resources import CONFIG_MAPS, INFERENCE_SERVICES, LORA_ADAPTERS, NODES, PODS, WARM_POOLS
@@ -94,6 +94,7 @@ class SimulatedCluster:
         self.most_live_pods = 0
         self.processes: list[OperatorProcess] = []
         self.kinds: tuple[Registration, ...] = KINDS
+        self.settings: dict[str, Any] = {}  # of operators that start from now on
         self._since: dict[str, float] = {}
         self.server.put(NODES, {"metadata": {"name": "node-a"}, "status": {"conditions": [_condition("Ready", self)]}})
 
@@ -251,6 +252,9 @@ class SimulatedCluster:
         pod = self.server.get(PODS, replica.namespace, replica.pod)
         if pod is None or replica.pod not in self.runtimes:
             raise ConnectionRefusedError(replica.pod)
+        speaks_tls = any(one["name"] == internal_tls.VOLUME for one in pod["spec"]["volumes"])
+        if replica.tls_name != (internal_tls.replicas_name(replica.namespace) if speaks_tls else ""):
+            raise ConnectionResetError(f"{replica.pod} is called as {replica.tls_name or 'plain text'}")
         # Beside a foreign engine, slipway-agent has the digests.
         env = {one["name"]: one.get("value", "") for box in pod["spec"]["containers"] for one in box["env"]}
         if not token_matches(headers[names.HEADER_ADMIN_TOKEN], env[names.ENV_ADMIN_TOKEN_SHA256].split(",")):

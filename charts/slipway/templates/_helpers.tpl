@@ -167,6 +167,17 @@ volumes:
     persistentVolumeClaim:
       claimName: {{ . }}
   {{- end }}
+  # The authorities of internal TLS, made by the operator. Also while it is off: replicas of before are still verified.
+  - name: internal-ca
+    configMap:
+      name: {{ .root.Values.name }}-internal-ca
+      optional: true
+  {{- if .root.Values.internalTLS.enabled }}
+  - name: internal-tls
+    secret:
+      secretName: {{ .root.Values.name }}-gateway-internal-tls
+      defaultMode: 0440
+  {{- end }}
   {{- with .root.Values.gateway.tls.secretName }}
   - name: tls
     secret:
@@ -312,6 +323,16 @@ subjects:
 - apiGroups: [apps]
   resources: [controllerrevisions]
   verbs: [get, list, watch, create, patch, delete]  # what each revision's pods are built from
+{{- if .Values.internalTLS.enabled }}
+# The certificate of each namespace. A create cannot be limited to names, and reads and changes nothing.
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create]
+- apiGroups: [""]
+  resources: [secrets]
+  resourceNames: [slipway-internal-tls]
+  verbs: [get, patch]
+{{- end }}
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create, patch, list]  # list: the kubelet names a volume that it cannot mount only there

@@ -17,13 +17,14 @@ class Endpoint:
     name: str  # <namespace>/<pod>
     service: str  # <namespace>/<name>
     revision: str
-    url: str  # http://10.0.0.7:8000
+    url: str  # http://10.0.0.7:8000, or https://
     owner_uid: str = ""  # of the InferenceService that controls the pod; an impostor's pod has another
     served_name: str = ""  # the served name of its runtime; empty: the service's served name
     token_digests: tuple[str, ...] = ()  # of the serving tokens that it accepts; empty: it needs none
     adapters: frozenset[str] = frozenset()  # names of the adapters that it has loaded
     node: str = ""  # of its pod; empty: unknown
     engine: str = ""  # such as vllm; empty: our own runtime, or unknown
+    tls_name: str = ""  # the name in the replica's certificate; empty: it was created to speak plain text
 
 
 @dataclass(frozen=True, slots=True)

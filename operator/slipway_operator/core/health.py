@@ -139,11 +139,13 @@ def judge(
     disrupted: bool = False,
     restart_at: datetime | None = None,
     gateway_digests: Collection[str] = (),
+    internal_tls: bool | None = None,
     now: datetime,
 ) -> tuple[Member, ...]:
     """All replicas with their stages, oldest first.
 
     `gateway_digests` are those of the tokens that gateways can send; empty, if the service takes requests without one.
+    internal_tls: whether replicas are to speak TLS; None: they stay as they are.
     """
     limits = Limits(startup_timeout=startup_timeout, replace_after=replace_after, disrupted=disrupted)
     ordered = sorted(replicas, key=lambda replica: (replica.created_at, replica.name))
@@ -152,7 +154,9 @@ def judge(
             one,
             stage(one, nodes, limits, now),
             on_lost_node=not disrupted and is_lost(one, nodes, now),
-            leaves=_why_it_leaves(one, nodes, restart_at, now) or _why_no_gateway_gets_in(one, gateway_digests),
+            leaves=_why_it_leaves(one, nodes, restart_at, now)
+            or _why_no_gateway_gets_in(one, gateway_digests)
+            or _why_transport(one, internal_tls),
             ends_at=_end_of_node(one, nodes, now),
         )
         for one in ordered
@@ -275,6 +279,14 @@ def _why_no_gateway_gets_in(replica: Replica, gateway_digests: Collection[str]) 
     accepted = replica.serving_digests
     is_shut = bool(gateway_digests and accepted) and not set(accepted) & set(gateway_digests)
     return "it accepts no token of the present keys in the gateway's Secret" if is_shut else ""
+
+
+def _why_transport(replica: Replica, internal_tls: bool | None) -> str:
+    """Whether it was created before internalTLS.enabled of the chart was changed."""
+    if internal_tls is None or replica.speaks_tls == internal_tls:
+        return ""
+    spoken, value = ("TLS", "false") if replica.speaks_tls else ("plain text", "true")
+    return f"it speaks {spoken}, and internalTLS.enabled of the chart is {value}"
 
 
 def _end_of_node(replica: Replica, nodes: Mapping[str, Node], now: datetime) -> datetime | None:

@@ -158,6 +158,7 @@ class Replica:
     last_exit: str = ""  # how the last container run ended, for people: "OOMKilled (exit code 137)"
     termination_message: str = ""  # the termination message that the runtime left when it last ended
     pod_ip: str = ""
+    speaks_tls: bool = False  # its pod was created with the certificate of its namespace
 
     drain_started: datetime | None = None  # annotation slipway.dev/drain-started
     drain_reason: str = ""  # annotation slipway.dev/drain-reason
@@ -414,6 +415,7 @@ class Defaults:
     allowed_priority_classes: tuple[str, ...] = ()  # PriorityClasses that a spec may name; empty: all but system-*
     direct_access: DirectAccess = DirectAccess.OPEN  # of a new service; GatewayOnly: this gateway has tenants
     agent_image: str = ""  # of slipway-agent, which stands beside foreign engines
+    internal_tls: bool = False  # new pods serve TLS, with the certificate of their namespace
     has_tenants: bool = False  # the gateway has API keys, so a name may mean another service to each tenant
 
 
@@ -441,6 +443,10 @@ class Observed:
     """The Engine that the spec names; None: our own runtime, or Engines are not read yet."""
     name_conflict: NameConflict | None = None
     """Why the gateway does not serve it under its served name; None: it does."""
+    certificate_fault: str = ""
+    """Why the replicas of the namespace have no certificate, or will soon have none; empty: all is well."""
+    tls_is_settled: bool = True
+    """Whether all gateways can call replicas that speak TLS, so that those in plain text may be replaced."""
     lacks_fallback: bool = False
     """Whether the service that `spec.routing.fallback` names does not exist."""
     replicas: tuple[Replica, ...] = ()

@@ -441,6 +441,8 @@ class Inputs:
     defaults: Defaults
     refuses_token: Callable[[str], bool] = lambda _uid: False
     mount_failure_of: Callable[[str], str] = lambda _uid: ""
+    certificate_fault_of: Callable[[str], str] = lambda _namespace: ""
+    tls_is_settled: Callable[[], bool] = lambda: True
     token_digests: TokenDigests
     serving_digests: ServingDigests
     random_bytes: Callable[[int], bytes]

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 
 import structlog
 
-from slipway_api import names
+from slipway_api import internal_tls, names
 from slipway_api.gateway_api import DemandReport, OutcomesReport
 from slipway_api.runtime_api import Body
 from slipway_api.types import ServiceKey
@@ -205,7 +205,10 @@ def watch_pods(gateways: Gateways, client: Client, *, namespace: str, selector: 
         if new is None or change is Change.DELETED or not new.status.pod_ip or not _is_running(new):
             gateways.forget(pod.name)
         else:
-            gateways.watch(Address(new.namespace, new.name, new.status.pod_ip), is_required=not new.is_terminating)
+            speaks_tls = bool(new.spec.secret_of(internal_tls.VOLUME))
+            tls_name = internal_tls.gateways_name(new.namespace) if speaks_tls else ""
+            address = Address(new.namespace, new.name, new.status.pod_ip, tls_name=tls_name)
+            gateways.watch(address, is_required=not new.is_terminating)
 
     informer = Informer(client, PODS, Pod, namespaces=(namespace,), label_selector=selector)
     informer.on_change(saw)

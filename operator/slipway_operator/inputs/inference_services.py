@@ -144,6 +144,8 @@ class InferenceServices:
             inheritance=inheritance,
             engine=caches.engines.seen(service.spec.runtime.engine),
             name_conflict=self._inputs.model_names.conflict_of_service(f"{key.namespace}/{key.name}"),
+            tls_is_settled=self._inputs.tls_is_settled(),
+            certificate_fault=self._inputs.certificate_fault_of(key.namespace),
             lacks_fallback=self._lacks_fallback(service),
             replicas=replicas,
             nodes={

@@ -9,7 +9,7 @@ from collections import defaultdict
 from datetime import UTC, datetime
 from typing import NamedTuple, cast
 
-from slipway_api import names
+from slipway_api import internal_tls, names
 from slipway_api.moments import read_moment
 from slipway_api.pod_labels import ROUTING_LABELS, read_identity
 from slipway_api.types import ServiceKey
@@ -159,6 +159,7 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
         last_exit=_last_exit(subject),
         termination_message=_termination_message(pod),
         pod_ip=pod.status.pod_ip,
+        speaks_tls=pod.spec.secret_of(internal_tls.VOLUME) == internal_tls.REPLICAS_SECRET,
         drain_started=read_moment(annotations.get(names.ANNOTATION_DRAIN_STARTED)),
         drain_reason=annotations.get(names.ANNOTATION_DRAIN_REASON, ""),
         leaving_since=read_moment(annotations.get(names.ANNOTATION_NODE_LEAVING_SINCE)),

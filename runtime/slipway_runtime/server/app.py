@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 import slipway_api
 from slipway_api import names
 from slipway_api.listening import bound_sockets
+from slipway_api.served_certificate import Certificate
 from slipway_runtime.server import (
     adapter_routes,
     admin,
@@ -193,28 +194,35 @@ async def _build_routes(app: ASGIApp) -> None:
 
 
 @contextlib.asynccontextmanager
-async def listening(app: ASGIApp, host: str, port: int) -> AsyncIterator[int]:
-    """Serve an application; yields its port once it listens. The exit waits a short time for open responses."""
+async def listening(
+    app: ASGIApp, host: str, port: int, *, certificate: Certificate | None = None
+) -> AsyncIterator[int]:
+    """Serve an application; yields its port once it listens. The exit waits a short time for open responses.
+
+    With a certificate the port speaks TLS and nothing else.
+    """
     sockets = bound_sockets(host, port)
     for one in sockets:
         # Limits the unsent bytes that the kernel buffers for a client that does not read; connections inherit it. It
         # does not limit throughput.
         one.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, 64 * 1024)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http=KeepsHttp,
-            ws="none",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            server_header=False,
-            backlog=2048,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=5,
-        )
+    config = uvicorn.Config(
+        app,
+        http=KeepsHttp,
+        ws="none",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        backlog=2048,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=5,
     )
+    config.load()
+    if certificate is not None:
+        config.ssl = certificate.context  # its own would never read the files again
+    server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=sockets), name=f"http {port}")
     try:
         while not server.started:

@@ -86,6 +86,7 @@ class SimulatedCluster(Faults):
         self.broken_revisions: set[str] = set()  # those whose image cannot be pulled
         self.manifests: dict[str, dict[str, Any]] = {}  # by pod, the last one
         self.default_image = DEFAULTS.runtime_image
+        self.internal_tls = False
         self.engines: dict[str, dict[str, Any]] = {}  # spec of each Engine by name
         self.templates: dict[str, StoredTemplate] = {}  # ServiceTemplates by name
         self.created = 0
@@ -115,7 +116,7 @@ class SimulatedCluster(Faults):
             nodes=dict(self.nodes),
             disrupted=self.disrupted,
             revisions=tuple(self.revisions.values()),
-            defaults=replace(DEFAULTS, runtime_image=self.default_image),
+            defaults=replace(DEFAULTS, runtime_image=self.default_image, internal_tls=self.internal_tls),
             engine=see_engine(service.spec.runtime.engine, self.engines),
             token_digests=digests,
             serving_digests=serving_digests,

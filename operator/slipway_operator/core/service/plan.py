@@ -45,7 +45,7 @@ from slipway_operator.core.service.replicas.edited import restore_edited
 from slipway_operator.core.service.replicas.pod import build_pod, pod_name
 from slipway_operator.core.service.replicas.undrain import take_back
 from slipway_operator.core.service.rollout import steps as rollout
-from slipway_operator.core.service.rollout.engine import choose_engine
+from slipway_operator.core.service.rollout.engine import choose_engine, find_plain_engine
 from slipway_operator.core.service.rollout.revision import Revision, create_revision, delete_revisions, load_revisions
 from slipway_operator.core.service.rollout.steps import RolloutStep
 from slipway_operator.core.service.rollout.strategy import decide_rollout
@@ -260,7 +260,8 @@ def _assign_stable(
         return Assignment()
     mine = [member for member in members if member.replica.revision == stable.hash]
     # The list of the installation may be shorter than when this revision was rolled out.
-    not_allowed = find_service_fault(stable.apply_to(service).spec, observed.defaults)
+    not_allowed = find_plain_engine(stable.engine, observed.defaults)
+    not_allowed = not_allowed or find_service_fault(stable.apply_to(service).spec, observed.defaults)
     return assign(
         mine,
         service=service.metadata.name,
@@ -290,6 +291,7 @@ def _our_replicas(observed: Observed, now: datetime) -> tuple[Member, ...]:
         disrupted=limits.disrupted,
         restart_at=service.restart_moment,
         gateway_digests=serving_digests(observed, service),
+        internal_tls=observed.defaults.internal_tls if observed.tls_is_settled else None,
         now=now,
     )
 

@@ -41,7 +41,6 @@ from slipway_operator.core.warm_pool.uses import count_uses, last_claim
 GRACE_SECONDS: Final = 30  # nothing runs in a pod that waits
 RESTARTS_UNTIL_REPLACED: Final = 3
 MOST_YIELDS: Final = 64
-NO_ACCESS: Final = PortAccess(nonce="", admin_digests=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +203,8 @@ def _remove_aged(
     if observed.fault or not live:
         return []
     claimable = sum(_can_be_claimed(pod, observed) for pod in live)
-    template = _build(observed, 0, shape, NO_ACCESS)["metadata"]["annotations"][names.ANNOTATION_WARM_TEMPLATE]
+    access = PortAccess(nonce="", admin_digests=(), tls=observed.defaults.internal_tls)
+    template = _build(observed, 0, shape, access)["metadata"]["annotations"][names.ANNOTATION_WARM_TEMPLATE]
     aged = find_aged(live, observed.pool.spec, template, now, claimable=claimable, size=size.pods)
     return [_recycle(one) for one in aged]
 
@@ -250,7 +250,8 @@ def _refill(observed: ObservedPool, live: Sequence[PoolPod], size: Size, shape: 
     for _ in range(max(0, missing)):
         name = next(free)
         nonce = derive_nonce(observed.nonce_seed, pool.metadata.namespace, name)
-        access = PortAccess(nonce=nonce, admin_digests=observed.token_digests(pool.metadata.namespace, name, nonce))
+        digests = observed.token_digests(pool.metadata.namespace, name, nonce)
+        access = PortAccess(nonce=nonce, admin_digests=digests, tls=observed.defaults.internal_tls)
         number = int(name.rsplit("-", 1)[1])
         manifest = _build(observed, number, shape, access)
         reason = f"{len(live)} of {words.count(size.pods, 'pod waits', 'pods wait')}: {size.reason}"

@@ -10,6 +10,7 @@ operator replaces a claimed pod that does not become ready in time.
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from slipway_api import names
@@ -17,6 +18,7 @@ from slipway_api.warm_pool import WarmLevel, WarmPool
 from slipway_operator.core.observed import NodeCache, PlacementDefaults, PodUser, TraceDefaults
 from slipway_operator.core.service.replicas.access import PortAccess
 from slipway_operator.core.service.replicas.pod import arguments, build_pod
+from slipway_operator.core.service.replicas.tls import secured
 from slipway_operator.core.service.rollout.revision import Revision
 from slipway_operator.core.warm_pool.shape import Shape, write_shape
 from slipway_operator.core.warm_pool.stand_in import stand_in_service
@@ -54,12 +56,13 @@ def build_pool_pod(
             )
         }
     )
+    plain = replace(access, tls=False)  # TLS comes last: the command line is replaced below
     pod = build_pod(
         bare,
         revision,
         slot=0,
         attempt=0,
-        access=access,
+        access=plain,
         node_cache=node_cache,
         user=user,
         placement=placement,
@@ -74,6 +77,8 @@ def build_pool_pod(
     pod["spec"]["terminationGracePeriodSeconds"] = LONGEST_GRACE_SECONDS
     spread = pod["spec"]["topologySpreadConstraints"][0]
     spread["labelSelector"] = {"matchLabels": {names.LABEL_POOL: name}}
+    if access.tls:
+        pod = secured(pod)
     metadata = waiting_metadata(pool)
     pod["metadata"] = {
         "name": pool_pod_name(name, number),

@@ -389,6 +389,17 @@ def with_a_template() -> Said:
     return world.told, set(world.event_reasons())
 
 
+def with_internal_tls() -> Said:
+    world = watched(a_service(runtime={"engine": "vllm"}))
+    world.internal_tls = True
+    world.engines["vllm"] = engine_manifest("vllm")["spec"]
+    world.run(10)
+    service = one()
+    fault = "Secret team/slipway-internal-tls: the certificate is not PEM"
+    conditions, events = said_in([plan(replace(seen(service), certificate_fault=fault), T0)])
+    return world.told | conditions, set(world.event_reasons()) | events
+
+
 SCENARIOS: list[Callable[[], Said]] = [
     serving_and_failing,
     below_desired,
@@ -417,6 +428,7 @@ SCENARIOS: list[Callable[[], Said]] = [
     with_a_cache,
     with_a_foreign_engine,
     with_a_template,
+    with_internal_tls,
 ]
 
 

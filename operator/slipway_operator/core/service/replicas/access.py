@@ -18,7 +18,7 @@ NONCE_LENGTH: Final = 32  # hex digits: 128 bits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortAccess:
-    """The digests of one pod."""
+    """How the two ports of one pod are protected."""
 
     nonce: str
     """Random; the pod's admin tokens are derived from it."""
@@ -27,6 +27,8 @@ class PortAccess:
     """None: the serving port takes requests without a token."""
     gateway_digests: tuple[str, ...] = ()
     """Of an open serving port: tokens by which it recognises its gateway, whose tenant and priority it then accepts."""
+    tls: bool = False
+    """Whether both ports speak TLS, with the certificate of the namespace."""
 
     def annotations(self) -> dict[str, str]:
         """Annotations from which operator and gateway derive the pod's tokens."""
@@ -58,6 +60,7 @@ def port_access(observed: Observed, service: InferenceService, pod: str) -> Port
         admin_digests=observed.token_digests(namespace, pod, nonce),
         serving_digests=serving_digests(observed, service),
         gateway_digests=gateway_digests(observed, service),
+        tls=observed.defaults.internal_tls,
     )
 
 

@@ -19,7 +19,7 @@ from slipway_api.runtime_spec import SpeculationMethod
 from slipway_operator.core.observed import NodeCache, PlacementDefaults, PodUser, TraceDefaults
 from slipway_operator.core.service import adapters
 from slipway_operator.core.service.model import model_access
-from slipway_operator.core.service.replicas import engine_pod
+from slipway_operator.core.service.replicas import engine_pod, tls
 from slipway_operator.core.service.replicas.access import PortAccess
 from slipway_operator.core.service.replicas.disruption import startup_annotations
 from slipway_operator.core.service.replicas.drain import GRACE_AFTER_DRAIN_SECONDS
@@ -64,7 +64,7 @@ def build_pod(
     tracing: where our runtime exports spans to; a variable of the same name in the template replaces it.
     """
     spec, overlay = service.spec, service.spec.template
-    return {
+    pod = {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
@@ -96,6 +96,10 @@ def build_pod(
         }
         | _placement(service, placement, avoid_node, closed_nodes),
     }
+    if not access.tls:
+        return pod
+    assert revision.engine is None, "an engine answers in plain text (find_plain_engine)"
+    return tls.secured(pod)
 
 
 def _recommended_labels(service: InferenceService, revision: Revision) -> dict[str, str]:

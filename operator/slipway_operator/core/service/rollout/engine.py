@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from slipway_api.conditions import Reason
 from slipway_api.engine_fields import SLIPWAY
 from slipway_operator.core.engines import PinnedEngine, describe_missing, find_lacking
-from slipway_operator.core.observed import Observed
+from slipway_operator.core.observed import Defaults, Observed
 from slipway_operator.core.profiles import apply_profile
 from slipway_operator.core.service.rollout.revision import Revision, find_stored
 
@@ -45,6 +45,8 @@ def choose_engine(observed: Observed, stored: Sequence[Revision]) -> ChosenEngin
     if name == SLIPWAY:
         return ChosenEngine()
     recorded = find_stored(observed.service, stored)
+    if observed.defaults.internal_tls:
+        return ChosenEngine(fault=_describe_plain(name), reason=Reason.ENGINE_WITHOUT_TLS)
     if seen is None or seen.spec is None:
         pinned = recorded.engine if recorded is not None else None
         return ChosenEngine(pinned=pinned, fault=describe_missing(name, seen), is_recorded=pinned is not None)
@@ -56,3 +58,18 @@ def choose_engine(observed: Observed, stored: Sequence[Revision]) -> ChosenEngin
     if lacking := find_lacking(apply_profile(spec), pinned):
         return ChosenEngine(fault=lacking, reason=Reason.INVALID_SPEC)
     return ChosenEngine(pinned=pinned)
+
+
+def find_plain_engine(engine: PinnedEngine | None, defaults: Defaults) -> str:
+    """Why no replica of this engine may be created while internal TLS is on; empty: it may.
+
+    An engine answers on the serving port itself, and would answer in plain text.
+    """
+    return _describe_plain(engine.name) if engine is not None and defaults.internal_tls else ""
+
+
+def _describe_plain(engine: str) -> str:
+    return (
+        f"internalTLS.enabled of the chart is true, and Engine {engine} answers in plain text. Use the engine slipway, "
+        "or serve other engines by a release without internalTLS"
+    )

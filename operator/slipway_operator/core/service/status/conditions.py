@@ -196,7 +196,8 @@ def _addresses(observed: Observed, gateway: str) -> tuple[Address, ...]:
     is_missing = any(one.action == f"ApplyChild Service/{name}" for one in observed.failures)
     if service.direct_access is DirectAccess.GATEWAY_ONLY or is_missing:
         return (through_gateway,)
-    url = f"http://{name}.{namespace}.svc.{observed.defaults.cluster_domain}/v1"
+    scheme = "https" if observed.defaults.internal_tls else "http"
+    url = f"{scheme}://{name}.{namespace}.svc.{observed.defaults.cluster_domain}/v1"
     return through_gateway, Address(name="service", url=url)
 
 

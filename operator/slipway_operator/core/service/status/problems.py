@@ -5,6 +5,7 @@ the others only while none does:
 
 | seen                                                    | reason             |
 |---------------------------------------------------------|--------------------|
+| no certificate can be made or renewed (internal TLS)    | CertificateUnavailable |
 | the model does not fit its hardware, by arithmetic      | DoesNotFit         |
 | model.cache.policy Node, which is not permitted         | CacheNotPermitted  |
 | spec.warmPool.policy Require, and there is no such pool | PoolNotFound       |
@@ -143,7 +144,8 @@ def find_problems(
             *(_describe_pause(status) for status in waiting),
         ),
         refusals=tuple(describe_refusal(one) for one in observed.failures if not is_pull(one.action)),
-        stalled=(
+        stalled=_find_certificate_fault(observed)
+        or (
             find_refusal_cause(observed, num_ready)
             if num_ready
             else find_stall_cause(observed, members, revision, attempts)
@@ -152,6 +154,13 @@ def find_problems(
         waits_for=why_waiting(observed, members) or _why_mounting(members),
         downloads=any(_is_downloading(one) for one in members),
     )
+
+
+def _find_certificate_fault(observed: Observed) -> tuple[Reason, str] | None:
+    """Told while replicas serve, too: the certificate that they have ends, and no other comes."""
+    if not observed.certificate_fault:
+        return None
+    return Reason.CERTIFICATE_UNAVAILABLE, f"no TLS certificate can be kept: {observed.certificate_fault}"
 
 
 def find_stall_cause(

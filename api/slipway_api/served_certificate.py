@@ -1,4 +1,4 @@
-"""TLS of the port for clients, with a certificate that is read again when its files change.
+"""TLS of a server port, with a certificate that is read again when its files change: of gateway, runtime and agent.
 
 The files are those of a mounted `kubernetes.io/tls` Secret. They are looked at when a client connects, at most once a
 second: new connections get the new certificate, open ones keep theirs. Files that do not fit together, as between two
@@ -26,7 +26,7 @@ class Certificate:
     """The certificate and key of a directory: `tls.crt` (with its chain) and `tls.key`."""
 
     def __init__(self, directory: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises CertificateError where the files cannot be used: a gateway must not fall back to plain HTTP."""
+        """Raises CertificateError where the files cannot be used: a server must not fall back to plain HTTP."""
         self._certificate, self._key = directory / "tls.crt", directory / "tls.key"
         self._clock = clock
         self._checked_at = clock()
