@@ -31,15 +31,25 @@ def extends(target: int) -> list[Launch]:
     ]
 
 
-def product(target: int, rows: int, size: int, codes: str = "*i8", warps: int = 4, align: str = "") -> Launch:
-    signature = {"x": "*bf16", "codes": codes, "stride": align or "i32"}
-    return Launch("_times", target, signature, {"BLOCK_M": rows, "IN": size, "OUT": 4096}, {"num_warps": warps})
+def product(target: int, rows: int, size: int, codes: str = "*i8", warps: int = 4) -> Launch:
+    return Launch(
+        "_times",
+        target,
+        {"x": "*bf16", "codes": codes},
+        {"BLOCK_M": rows, "IN": size, "OUT": 4096},
+        {"num_warps": warps},
+    )
 
 
 def test_a_matrix_of_other_sizes_stands_for_one_of_the_same_tile():
     first, other = product(80, 16, 4096), product(80, 16, 14336)
     assert stand_ins([first, other]) == [first]
-    for unlike in (product(80, 64, 4096), product(80, 16, 4096, "*u8"), product(90, 16, 4096), product(80, 16, 4096, warps=8)):
+    for unlike in (
+        product(80, 64, 4096),
+        product(80, 16, 4096, "*u8"),
+        product(90, 16, 4096),
+        product(80, 16, 4096, warps=8),
+    ):
         assert stand_ins([first, unlike]) == [first, unlike]
 
 
@@ -48,7 +58,7 @@ def test_on_hopper_each_cache_is_compiled_in_each_form():
 
 
 def test_elsewhere_a_16_bit_cache_is_compiled_in_both_forms_and_a_quantized_one_in_one():
-    chosen = {target: [one for one in stand_ins(extends(target))] for target in TARGETS if target != 90}
+    chosen = {target: stand_ins(extends(target)) for target in TARGETS if target != 90}
     for target, launches in chosen.items():
         forms = [(one.signature["cache"], one.constants["PARTIAL"]) for one in launches]
         assert forms[:2] == [("*bf16", False), ("*bf16", True)]
@@ -65,7 +75,9 @@ def test_decode_and_stores_of_a_quantized_cache_are_compiled_on_every_target():
 
 
 def test_each_other_block_size_is_compiled_in_one_form_and_both_forms_in_one():
-    every = [attention("_extend", 90, "*bf16", PARTIAL=form, BLOCK_SIZE=size) for size in (8, 64) for form in (False, True)]
+    every = [
+        attention("_extend", 90, "*bf16", PARTIAL=form, BLOCK_SIZE=size) for size in (8, 64) for form in (False, True)
+    ]
     chosen = [(one.constants["BLOCK_SIZE"], one.constants["PARTIAL"]) for one in stand_ins(every)]
     assert chosen == [(8, False), (64, True)]
     decodes = [attention("_decode", 90, "*bf16", PARTIAL=False, BLOCK_SIZE=size) for size in (8, 64)]
