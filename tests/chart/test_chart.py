@@ -11,6 +11,7 @@ import yaml
 import slipway_api
 from e2e.cluster.access import Access, CommandError
 from slipway_api.crd import engine_crd, inference_service_crd, lora_adapter_crd, warm_pool_crd
+from tests.chart.lint import parsed
 
 pytestmark = pytest.mark.apiserver
 
@@ -24,7 +25,7 @@ Manifest = dict[str, Any]
 def render(access: Access, *settings: str) -> list[Manifest]:
     sets = [part for setting in settings for part in ("--set", setting)]
     text = access.helm("template", "slipway", CHART, "--namespace", NAMESPACE, *sets)
-    return [manifest for manifest in yaml.safe_load_all(text) if manifest]
+    return parsed(text)
 
 
 def of_kind(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:
