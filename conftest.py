@@ -35,6 +35,16 @@ hypothesis.settings.register_profile("slipway", deadline=None)
 hypothesis.settings.load_profile("slipway")
 
 
+# Modules whose first test takes minutes. With one of them last, the other process would wait; in the middle, its tests
+# would be divided, and each process would compute the module's fixture.
+LONGEST = ("tests/runtime/kernels/test_compiled.py",)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest modules first; all others in their order."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Kernels run in Triton's interpreter, on the CPU; with `-m gpu` they are compiled and run on the GPU instead.
 

@@ -3,8 +3,9 @@
 Compiles what `bench.gpu_launches` records with the assembler that Triton brings along, and reads registers, stack
 (spilled registers lie there), shared memory, tensor-core instructions and the widths of loads from the result.
 Exits with 1 where a launch does not compile, spills, does not fit into shared memory, or multiplies 16-bit matrices
-without tensor cores. `--sample` compiles a few launches (in `make test`). `--ledger FILE` writes the launches of the
-sample into docs/gpu-ledger.md, or without `--sample` the summary of all.
+without tensor cores. `--sample` compiles a few launches, and `--quick` those of the sample that stand for the others
+(`bench.gpu_sample`), in `make test`. `--ledger FILE` writes the launches of the sample into docs/gpu-ledger.md, or
+without `--sample` the summary of all.
 Compiled code is cached in build/triton. Nothing is timed here: `bench.gpu` does that, on a GPU.
 """
 
@@ -21,8 +22,13 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from bench.gpu_sample import stand_ins
 from slipway_runtime.kernels.tiles import shared_bytes
+
+if TYPE_CHECKING:
+    from bench.gpu_launches import Launch  # it imports torch and Triton
 
 ROOT = Path(__file__).parents[1]
 TARGETS = (80, 89, 90, 100, 120)
@@ -60,6 +66,16 @@ class Compiled:
     models: list[str] = field(default_factory=list)  # whose launches compile to this code
     loads: dict[int, int] = field(default_factory=dict)  # bits -> instructions; copies to shared memory included
     faults: list[str] = field(default_factory=list)
+    compiled: bool = True  # False: recorded only, another launch stands for it
+
+
+def recorded(launch: "Launch") -> Compiled:
+    """A launch before it is compiled."""
+    constants = {name: str(value) for name, value in launch.constants.items()}
+    warps, stages = launch.options["num_warps"], launch.options["num_stages"]
+    return Compiled(
+        launch.kernel, launch.target, launch.case, len(launch.cases), constants, warps, stages, compiled=False
+    )
 
 
 def _compile(key_and_launch: tuple[str, object]) -> tuple[str, dict[str, object]]:
@@ -67,11 +83,8 @@ def _compile(key_and_launch: tuple[str, object]) -> tuple[str, dict[str, object]
 
     key, launch = key_and_launch
     assert isinstance(launch, Launch)
-    options = launch.options
-    result = Compiled(
-        launch.kernel, launch.target, launch.case, len(launch.cases), {k: str(v) for k, v in launch.constants.items()},
-        options["num_warps"], options["num_stages"],
-    )  # fmt: skip
+    result = recorded(launch)
+    result.compiled = True
     result.models = sorted({name for name in MODELS | EDGES for case in launch.cases if case.startswith(f"{name} ")})
     try:
         kernel = compile_launch(launch)
@@ -160,9 +173,19 @@ def _resident(result: Compiled) -> int:
 
 
 def compile_all(
-    sample: bool, targets: Iterable[int], dtypes: tuple[str, ...], only: str, cases: str, jobs: int
+    sample: bool,
+    targets: Iterable[int],
+    dtypes: tuple[str, ...],
+    only: str,
+    cases: str,
+    jobs: int,
+    *,
+    quick: bool = False,
 ) -> list[Compiled]:
-    """Record the launches, compile them in `jobs` processes. only, cases: patterns for kernels and cases."""
+    """Record the launches, compile them in `jobs` processes. only, cases: patterns for kernels and cases.
+
+    quick: those that others stand for are returned as they were recorded.
+    """
     from bench.gpu_launches import (
         BLOCK_SIZES,
         EDGES,
@@ -214,13 +237,18 @@ def compile_all(
         for key, launch in recorder.launches.items()
         if re.search(only, launch.kernel) and any(re.search(cases, case) for case in launch.cases)
     }
-    print(f"{len(wanted_launches)} different compilations", file=sys.stderr, flush=True)
     results = []
+    if quick:
+        chosen = {launch.key for launch in stand_ins(wanted_launches.values())}
+        results = [recorded(launch) for key, launch in wanted_launches.items() if key not in chosen]
+        wanted_launches = {key: launch for key, launch in wanted_launches.items() if key in chosen}
+    print(f"{len(wanted_launches)} different compilations", file=sys.stderr, flush=True)
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(_compile, one) for one in wanted_launches.items()]
         for future in as_completed(futures):
             results.append(Compiled(**future.result()[1]))  # type: ignore[arg-type]
-            print(f"{len(results)}/{len(futures)} {summary(results[-1])}", file=sys.stderr, flush=True)
+            done = sum(one.compiled for one in results)
+            print(f"{done}/{len(futures)} {summary(results[-1])}", file=sys.stderr, flush=True)
     return sorted(results, key=lambda one: (one.kernel, one.case, one.target, str(one.constants)))
 
 
@@ -237,6 +265,7 @@ def main() -> int:
     """Compile, judge, print or write."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_compile", description=__doc__)
     parser.add_argument("--sample", action="store_true", help="a few launches that stand for the rest")
+    parser.add_argument("--quick", action="store_true", help="of the sample, those that stand for the others")
     parser.add_argument("--targets", default=",".join(map(str, TARGETS)), help="compute capabilities, times ten")
     parser.add_argument("--dtypes", default="bf16,fp16,fp32", help="of the activations; fp32 for one model")
     parser.add_argument("--only", default="", help="a pattern for names of kernels")
@@ -245,15 +274,18 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
     parser.add_argument("--ledger", type=Path, metavar="FILE", help="write the tables of docs/gpu-ledger.md there")
     options = parser.parse_args()
+    if options.quick and options.ledger:
+        parser.error("--quick leaves launches out that the ledger has: write it with --sample")
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ.setdefault("TRITON_CACHE_DIR", str(ROOT / "build" / "triton"))
     results = compile_all(
-        options.sample,
+        options.sample or options.quick,
         [int(one) for one in options.targets.split(",")],
         tuple(options.dtypes.split(",")),
         options.only,
         options.cases,
         options.jobs,
+        quick=options.quick,
     )
     if options.json:
         options.json.write_text(json.dumps([asdict(one) for one in results], indent=1) + "\n")
@@ -267,7 +299,7 @@ def main() -> int:
     faulty = [one for one in results if one.faults]
     for one in faulty:
         print(summary(one))
-    print(f"{len(results)} compilations, {len(faulty)} with a fault")
+    print(f"{sum(one.compiled for one in results)} compilations, {len(faulty)} with a fault")
     return int(bool(faulty))
 
 

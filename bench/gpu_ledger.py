@@ -149,10 +149,11 @@ GAINS = (
 
 HEAD = """# What the kernels compile to
 
-Generated on a machine without a GPU, with the assembler that Triton brings along. `make test` compiles the launches of
-a sample and `make kernels` those of all models; both fail on an error, on spills (but for 256 bytes in the attention of
-whole prompts, 192 in that of decode by one warp, and four words elsewhere that are put aside around a loop), on more
-shared memory than a block has, and on matrices that are multiplied without tensor cores.
+Generated on a machine without a GPU, with the assembler that Triton brings along. `make test` compiles the launches
+that stand for a sample, and `make kernels` the sample and those of all models; both fail on an error, on spills (but
+for 256 bytes in the attention of whole prompts, 192 in that of decode by one warp, and four words elsewhere that are
+put aside around a loop), on more shared memory than a block has, and on matrices that are multiplied without tensor
+cores.
 
 ## What was changed by these numbers, and what it should bring
 
@@ -175,10 +176,11 @@ sm_89 stands for 8.6 (A10) too, which has the same tiles, and sm_100 for 10.3 (B
 TABLES = """
 ## Launches of the sample
 
-Written by `python -m bench.gpu_compile --sample --ledger docs/gpu-ledger.md`, and compared with it in `make test`. A
-cell: registers a thread, bytes spilled (if any), KB of shared memory, blocks on a multiprocessor at once, and the
-tensor-core instruction. The case is the first of those that compile to the same code. Of sm_89 and sm_120 the sample
-has attention only.
+Written by `python -m bench.gpu_compile --sample --ledger docs/gpu-ledger.md`. `make test` compares the launches of all
+cells, and the code of those that stand for the others (`bench/gpu_sample.py`: all kinds on sm_90, each kind elsewhere);
+`make kernels` compares the page. A cell: registers a thread, bytes spilled (if any), KB of shared memory, blocks on a
+multiprocessor at once, and the tensor-core instruction. The case is the first of those that compile to the same code.
+Of sm_89 and sm_120 the sample has attention only.
 """
 
 
@@ -238,10 +240,29 @@ def tables(results: list[Compiled]) -> str:
         lines.append("|---" * (2 + len(targets)) + "|")
         rows: dict[tuple[str, str], dict[int, str]] = {}
         for one in (one for one in results if one.kernel == kernel):
-            rows.setdefault((one.case, _launch(one)), {})[one.target] = _cell(one)
+            rows.setdefault((one.case, _launch(one)), {})[one.target] = cell_of(one)
         for (case, launch), cells in merged(rows).items():
             lines.append(f"| {case} | {launch} | " + " | ".join(cells.get(target, "") for target in targets) + " |")
     return "\n".join(lines) + "\n"
+
+
+def cells_of(page: str) -> dict[tuple[str, str, str, int], set[str]]:
+    """The cells of the sample on a page: (kernel, model, launch, target) -> those of all its cases."""
+    found: dict[tuple[str, str, str, int], set[str]] = {}
+    for table in tables_of(page).split("\n### `")[1:]:
+        kernel, _, body = table.partition("`")
+        head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in body.split("\n") if "|" in line)
+        targets = [int(name.removeprefix("sm_")) for name in head[2:]]
+        for case, launch, *cells in rows:
+            for target, cell in zip(targets, cells, strict=True):
+                if cell:
+                    found.setdefault((kernel, case.split(" ")[0], launch, target), set()).add(cell)
+    return found
+
+
+def place_of(one: Compiled) -> tuple[str, str, str, int]:
+    """Where a launch is on the page: kernel, model, launch and target."""
+    return one.kernel, one.case.split(" ")[0], _launch(one), one.target
 
 
 def merged(rows: dict[tuple[str, str], dict[int, str]]) -> dict[tuple[str, str], dict[int, str]]:
@@ -262,7 +283,8 @@ def _launch(one: Compiled) -> str:
     return ", ".join([*constants, f"{one.warps} warps"])
 
 
-def _cell(one: Compiled) -> str:
+def cell_of(one: Compiled) -> str:
+    """What the page says of its code."""
     if one.error:
         return "**does not compile**"
     spilled = f", **{one.spilled} B spilled**" if one.spilled else ""

@@ -17,6 +17,7 @@ from slipway_api.crd import (
     service_template_crd,
     warm_pool_crd,
 )
+from tests.chart.lint import parsed
 
 pytestmark = pytest.mark.apiserver
 
@@ -30,7 +31,7 @@ Manifest = dict[str, Any]
 def render(access: Access, *settings: str) -> list[Manifest]:
     sets = [part for setting in settings for part in ("--set", setting)]
     text = access.helm("template", "slipway", CHART, "--namespace", NAMESPACE, *sets)
-    return [manifest for manifest in yaml.safe_load_all(text) if manifest]
+    return parsed(text)
 
 
 def of_kind(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:

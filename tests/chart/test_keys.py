@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from e2e.cluster.access import Access
-from tests.chart.lint import CHART
+from tests.chart.lint import CHART, parsed
 from tests.chart.rights import run_init_containers
 
 pytestmark = pytest.mark.apiserver
@@ -101,7 +100,7 @@ def test_a_release_stores_no_key(installation):
     """review/shipping.md 4: both keys were in the Secrets in which helm stores a release."""
     installation.upgrade()
 
-    manifests = [one for one in yaml.safe_load_all(installation.helm("get", "manifest", RELEASE)) if one]
+    manifests = parsed(installation.helm("get", "manifest", RELEASE))
 
     assert manifests
     assert [one["metadata"]["name"] for one in manifests if one["kind"] == "Secret"] == []
@@ -112,7 +111,7 @@ def test_keys_of_the_user_are_neither_created_nor_optional(installation):
     text = installation.helm(
         "template", RELEASE, str(CHART), *VALUES, *(part for one in own for part in ("--set", one))
     )
-    manifests = {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(text) if one}
+    manifests = {(one["kind"], one["metadata"]["name"]): one for one in parsed(text)}
     pod = manifests["Deployment", "keys-operator"]["spec"]["template"]["spec"]
 
     assert [one["name"] for one in pod["initContainers"]] == ["apply-engines"]

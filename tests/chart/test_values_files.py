@@ -12,7 +12,7 @@ from e2e.cluster import build
 from slipway_gateway.settings import GatewaySettings
 from slipway_operator.core.observed import PlacementDefaults
 from slipway_operator.settings import OperatorSettings
-from tests.chart.lint import CHART, NAMESPACE, Helm
+from tests.chart.lint import CHART, NAMESPACE, Helm, parsed
 
 pytestmark = pytest.mark.apiserver  # they need helm, which comes with the local cluster's binary
 
@@ -43,8 +43,7 @@ def render(helm: Helm, values: dict[str, Any], folder: Path) -> str:
 
 
 def manifests(text: str) -> dict[tuple[str, str], Any]:
-    found = [one for one in yaml.safe_load_all(text) if one]
-    return {(one["kind"], one["metadata"]["name"]): one for one in found}
+    return {(one["kind"], one["metadata"]["name"]): one for one in parsed(text)}
 
 
 def numbers(schema: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
@@ -271,7 +270,8 @@ def test_the_definitions_do_not_depend_on_the_values(helm, tmp_path):
     found = manifests(render(helm, {"allowedServiceAccountNames": ["models"]}, tmp_path))
 
     rendered = [one for (kind, _), one in sorted(found.items()) if kind == "CustomResourceDefinition"]
-    assert rendered == [yaml.safe_load(path.read_text()) for path in sorted((CHART.parents[1] / "crds").iterdir())]
+    files = sorted((CHART.parents[1] / "crds").iterdir())
+    assert rendered == [definition for path in files for definition in parsed(path.read_text())]
 
 
 @pytest.mark.capability("OB-4", "OB-11")

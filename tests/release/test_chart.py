@@ -7,6 +7,7 @@ import yaml
 
 from e2e.cluster import build
 from release import chart
+from tests.chart.lint import parsed
 
 DIGESTS = {
     part: f"sha256:{number:064x}" for number, part in enumerate(("operator", "gateway", "agent", "runtime"), start=1)
@@ -38,7 +39,7 @@ def test_every_image_of_the_packaged_chart_is_of_the_release(tmp_path):
 
     assert [path.name for path in tmp_path.iterdir()] == ["slipway-0.1.0.tgz"]
     text = chart.render(packaged, "slipway-system", helm=helm)
-    manifests = [one for one in yaml.safe_load_all(text) if one]
+    manifests = parsed(text)
     images = {
         container["image"]
         for one in manifests

@@ -1,6 +1,7 @@
 """One thread: the tests share the machine, and two OpenMP threads on shared cores wait for each other."""
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -10,6 +11,14 @@ import torch
 from slipway_runtime.kernels import native
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quicker_interpreter() -> Iterator[None]:
+    from tests.runtime.interpreter import repeating_less  # it imports Triton, which only now knows how to run kernels
+
+    with repeating_less():
+        yield
 
 
 @pytest.fixture

@@ -130,7 +130,6 @@ def test_longer_chunks_in_splits_equal_the_reference_alone_and_among_others(devi
     step = a_step([(70, 1), (150, 40), (33, 90), (190, 17)], groups=4, kv_heads=2)
     plan = attention_plan.plan_attention(step.num_computed, step.num_new, step.tables, 16, step.q)
     assert set(plan.chunk_work(32, ChunkTile(16, 2)).split[:, 0].tolist()) == {0, 1, 2}
-    step.agrees(device)
-    together = step.triton(device)
+    together = step.agrees(device)
     assert torch.equal(part(step, 1).triton(device), together[1:41])
     assert torch.equal(part(step, 2).triton(device), together[41:131])

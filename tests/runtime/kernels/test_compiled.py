@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from bench.gpu_compile import SMALLER, Compiled, spills_too_much
-from bench.gpu_ledger import ledger, summary_of, tables
+from bench.gpu_ledger import cell_of, cells_of, ledger, place_of, summary_of, tables
 
 ROOT = Path(__file__).parents[3]
+LEDGER = ROOT / "docs" / "gpu-ledger.md"
+WRITE_IT = "python -m bench.gpu_compile --sample --ledger docs/gpu-ledger.md writes it"
 
 
 def compiled(path: Path, *options: str) -> list[dict[str, Any]]:
@@ -25,8 +27,15 @@ def compiled(path: Path, *options: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return compiled(tmp_path_factory.mktemp("compiled") / "sample.json", "--sample", "--jobs", "1")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The launches of the sample; of those that stand for the others, what they compile to."""
+    return compiled(tmp_path_factory.mktemp("compiled") / "sample.json", "--quick", "--jobs", "1")
+
+
+@pytest.fixture(scope="module")
+def sample(recorded: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that were compiled."""
+    return [one for one in recorded if one["compiled"]]
 
 
 def of(results: list[dict[str, Any]], kernel: str, case: str = "") -> list[dict[str, Any]]:
@@ -80,10 +89,21 @@ def test_other_block_sizes_compile_to_as_few_registers(sample):
 
 @pytest.mark.capability("KN-8")
 @pytest.mark.timeout(1800)
-def test_the_ledger_is_what_was_compiled(sample):
-    page = (ROOT / "docs" / "gpu-ledger.md").read_text()
-    expected = ledger(summary_of(page), tables([Compiled(**one) for one in sample]))
-    assert page == expected, "python -m bench.gpu_compile --sample --ledger docs/gpu-ledger.md writes it"
+def test_the_ledger_has_every_launch_of_the_sample_and_no_other(recorded):
+    """Tiles, warps and kernels that are no longer launched so are found without a compilation."""
+    on_page = cells_of(LEDGER.read_text())
+    assert {place_of(Compiled(**one)) for one in recorded} == set(on_page), WRITE_IT
+
+
+@pytest.mark.capability("KN-8")
+@pytest.mark.timeout(1800)
+def test_the_ledger_is_what_was_compiled(recorded):
+    """Of launches with the same case and tile the page shows the last; each cell of a compiled one is compared."""
+    shown = {(place_of(one), one.case): one for one in (Compiled(**values) for values in recorded)}
+    compared = [(place, cell_of(one)) for (place, _), one in shown.items() if one.compiled]
+    assert {place[0] for place, _ in compared} == {one["kernel"] for one in recorded}
+    on_page = cells_of(LEDGER.read_text())
+    assert [(place, cell) for place, cell in compared if cell not in on_page[place]] == [], WRITE_IT
 
 
 @pytest.mark.capability("KV-11")
@@ -180,6 +200,17 @@ def test_four_bit_weights_are_multiplied_on_tensor_cores_and_read_side_by_side(s
         assert one["tensor_cores"]
         assert not one["spilled"]
         assert one["loads"].get("128", 0) > 0
+
+
+@pytest.mark.capability("KN-8")
+@pytest.mark.kernels
+@pytest.mark.timeout(7200)
+def test_the_whole_sample_is_what_the_ledger_has(tmp_path):
+    """`make test` compiles the launches that stand for the others (`bench.gpu_sample`)."""
+    whole = [Compiled(**one) for one in compiled(tmp_path / "sample.json", "--sample")]
+    assert [(one.kernel, one.target, one.case, one.faults) for one in whole if one.faults] == []
+    page = LEDGER.read_text()
+    assert page == ledger(summary_of(page), tables(whole)), WRITE_IT
 
 
 @pytest.mark.capability("KN-8")

@@ -76,9 +76,11 @@ class Step:
         plan = decode_work.plan_attention(self.num_computed, self.num_new, tables, self.block_size, cache)
         return kernels.paged_attention(self.q.to(device), self.kv.to(device), cache, plan, SCALE, window).cpu()
 
-    def agrees(self, device: torch.device, window: int | None = None) -> None:
-        ours = self.triton(device, window).double()
-        torch.testing.assert_close(ours, self.reference(window), atol=self.tolerance, rtol=0)
+    def agrees(self, device: torch.device, window: int | None = None) -> Tensor:
+        """Compare both, and return the kernels' own."""
+        ours = self.triton(device, window)
+        torch.testing.assert_close(ours.double(), self.reference(window), atol=self.tolerance, rtol=0)
+        return ours
 
 
 def a_step(
