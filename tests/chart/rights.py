@@ -11,7 +11,7 @@ from tests.chart.lint import CHART
 
 
 def apply_rights(access: Access, part: str, namespace: str, *values: str) -> None:
-    """The ServiceAccount of `operator` or `gateway`, its rights and their limits, as the chart renders them with these values."""
+    """The ServiceAccount of `operator` or `gateway`, its rights and their limits, rendered with these values."""
     system = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
     access.kubectl("apply", "-f", "-", stdin=json.dumps(system))
     templates = (f"{part}-rbac", *(["operator-policy"] if part == "operator" else []))

@@ -18,7 +18,6 @@ from slipway_api.served_certificate import Certificate
 from slipway_gateway import metrics as gateway_metrics
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.tenancy import Tenancy
-from slipway_operator.core.service.plan import plan
 from slipway_operator.generation_metrics import GenerationMetrics
 from slipway_runtime.server.metrics import Metrics
 from tests.chart.operator_page import OperatorPage
