@@ -39,7 +39,8 @@ from slipway_operator.controller.kinds import Key, StoredObject
 from slipway_operator.core.actions import AddFinalizer, AnnotatePod, ApplyChild, CreatePod, CreateRevision
 from slipway_operator.core.adapter.observed import AdapterObserved, AdapterPod, AttachedAdapter, Base, Listing
 from slipway_operator.core.adapter.plan import plan as plan_adapter
-from slipway_operator.core.observed import Defaults, Network, Observed, Sample, StoredRevision
+from slipway_operator.core.installation import Defaults, Network
+from slipway_operator.core.observed import Observed, Sample, StoredRevision
 from slipway_operator.core.service.plan import plan as plan_service
 from slipway_operator.core.warm_pool.observed import ObservedPool
 from slipway_operator.core.warm_pool.plan import plan as plan_pool

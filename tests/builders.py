@@ -16,8 +16,8 @@ from slipway_api.inference_status import InferenceServiceStatus
 from slipway_api.lora_adapter import PlacementMode
 from slipway_api.model_names import NameConflict
 from slipway_operator.core.adapter.observed import AttachedAdapter
+from slipway_operator.core.installation import Defaults
 from slipway_operator.core.observed import (
-    Defaults,
     Demand,
     Failure,
     Node,

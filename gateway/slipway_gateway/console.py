@@ -16,9 +16,10 @@ from slipway_api import names
 from slipway_api.pod_labels import read_state
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.front_door import defer_continue
+from slipway_gateway.kinds import ConditionFacts, InferenceService
 from slipway_gateway.picker.endpoints import Endpoint
 from slipway_gateway.requests import Requests
-from slipway_gateway.watch import ConditionFacts, InferenceService, Watch
+from slipway_gateway.watch import Watch
 
 PATH_CONSOLE: Final = "/console"
 PATH_DATA: Final = "/console/data"

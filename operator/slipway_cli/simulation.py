@@ -18,7 +18,8 @@ from slipway_api import names
 from slipway_api.engine_fields import SLIPWAY
 from slipway_api.inference_service import InferenceService
 from slipway_operator.core.actions import Action, CreatePod, CreateRevision, DeletePod, DrainPod, Event
-from slipway_operator.core.observed import Capacity, Defaults, Observed, Replica, Sample, StoredRevision
+from slipway_operator.core.installation import Defaults
+from slipway_operator.core.observed import Capacity, Observed, Replica, Sample, StoredRevision
 from slipway_operator.core.service.plan import plan
 
 STEP: Final = timedelta(seconds=2)

@@ -10,7 +10,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from slipway_api import otlp
 from slipway_api.inference_service import DirectAccess
 from slipway_api.types import BYTES_PATTERN
-from slipway_operator.core.observed import Defaults, Network, NodeCache, PlacementDefaults, PodUser, TraceDefaults
+from slipway_operator.core.installation import Defaults, Network, NodeCache, PlacementDefaults, PodUser, TraceDefaults
 
 ReplicaAccess = Literal["direct", "proxy"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]

@@ -17,7 +17,7 @@ from e2e.cluster.access import Access, ApiError
 from slipway_api.inference_service import InferenceService
 from slipway_api.warm_pool import WarmPool
 from slipway_operator.core.actions import ApplyChild, CreatePod
-from slipway_operator.core.observed import Network, NodeCache
+from slipway_operator.core.installation import Network, NodeCache
 from slipway_operator.core.service.model.pulls import build_pull_pod
 from slipway_operator.core.service.plan import plan as plan_service
 from slipway_operator.core.service.rollout.revision import create_revision, resolve

@@ -10,7 +10,7 @@ import yaml
 
 from e2e.cluster import build
 from slipway_gateway.settings import GatewaySettings
-from slipway_operator.core.observed import PlacementDefaults
+from slipway_operator.core.installation import PlacementDefaults
 from slipway_operator.settings import OperatorSettings
 from tests.chart.lint import CHART, NAMESPACE, Helm, parsed
 

@@ -14,9 +14,9 @@ from slipway_api import names
 from slipway_gateway.console import FILES, PATH_CHAT, PATH_CONSOLE, PATH_DATA, _events
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.gateway import Gateway
+from slipway_gateway.kinds import CanaryStatus, ConditionFacts, InferenceService, RevisionStatus, ServiceStatus
 from slipway_gateway.picker.endpoints import Adapter, Endpoint, Service
 from slipway_gateway.settings import GatewaySettings
-from slipway_gateway.watch import CanaryStatus, ConditionFacts, InferenceService, RevisionStatus, ServiceStatus
 from slipway_kube.objects import Metadata, Pod
 from tests.gateway.chromium import a_page, needs_chromium
 from tests.gateway.doubles import Runtime

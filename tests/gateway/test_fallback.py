@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.gateway import Gateway
+from slipway_gateway.kinds import InferenceService
 from slipway_gateway.overload import Ladder, Step
 from slipway_gateway.picker.endpoints import Adapter, Endpoint, Service, WaitLimits
 from slipway_gateway.settings import GatewaySettings
 from slipway_gateway.tenants import digest_of
-from slipway_gateway.watch import InferenceService, service_of
+from slipway_gateway.watch import service_of
 from tests.gateway.doubles import (
     Caller,
     Runtime,

@@ -15,9 +15,10 @@ from slipway_gateway.first_token_times import LEAST_SAMPLES, FirstTokenTimes
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.gateway import Gateway
 from slipway_gateway.health import RetryBudget
+from slipway_gateway.kinds import InferenceService
 from slipway_gateway.picker.endpoints import Endpoint, Service
 from slipway_gateway.settings import GatewaySettings
-from slipway_gateway.watch import InferenceService, service_of
+from slipway_gateway.watch import service_of
 from tests.gateway.doubles import Runtime, a_caller, be_draining, events_of, hang_up, text_of, until
 
 STORY = "Once upon a time."

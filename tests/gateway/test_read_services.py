@@ -4,8 +4,9 @@ import msgspec
 import pytest
 
 from slipway_api.inference_service import RoutingStrategy
+from slipway_gateway.kinds import InferenceService
 from slipway_gateway.picker.endpoints import WaitLimits
-from slipway_gateway.watch import InferenceService, bytes_of, service_of
+from slipway_gateway.watch import bytes_of, service_of
 from tests.gateway.objects import a_service_object
 
 

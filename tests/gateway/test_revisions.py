@@ -10,9 +10,10 @@ from aiohttp import web
 
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.gateway import Gateway
+from slipway_gateway.kinds import InferenceService
 from slipway_gateway.picker.endpoints import Endpoint, Service, WaitLimits
 from slipway_gateway.settings import GatewaySettings
-from slipway_gateway.watch import InferenceService, service_of
+from slipway_gateway.watch import service_of
 from tests.gateway.doubles import (
     MODEL,
     Behaviour,

@@ -13,9 +13,10 @@ import pytest
 from slipway_api.names import ANNOTATION_ADAPTERS, ANNOTATION_ENGINE, API_VERSION, STATE_DRAINING, STATE_WARM
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.gateway import Gateway
+from slipway_gateway.kinds import InferenceService, LoRAAdapter
 from slipway_gateway.picker.endpoints import NO_LIMITS, Adapter, LatencyLimits, Service
 from slipway_gateway.settings import GatewaySettings
-from slipway_gateway.watch import InferenceService, LoRAAdapter, Watch, adapter_of, endpoint_of, service_of
+from slipway_gateway.watch import Watch, adapter_of, endpoint_of, service_of
 from slipway_kube.client import Client
 from slipway_kube.objects import Pod
 from slipway_kube.resources import INFERENCE_SERVICES, LORA_ADAPTERS, NAMESPACES, PODS

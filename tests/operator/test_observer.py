@@ -13,7 +13,8 @@ from slipway_kube.informer import Change
 from slipway_kube.objects import Node, Pod
 from slipway_kube.resources import INFERENCE_SERVICES, WARM_POOLS
 from slipway_operator.controller.kinds import Key, Memory
-from slipway_operator.core.observed import Defaults, Sample
+from slipway_operator.core.installation import Defaults
+from slipway_operator.core.observed import Sample
 from slipway_operator.inputs.caches import Caches, Inputs
 from slipway_operator.inputs.inference_services import Carried, InferenceServices
 from slipway_operator.inputs.observer import PodIndex, node_facts, replica

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from slipway_api.inference_service import DirectAccess
-from slipway_operator.core.observed import PlacementDefaults
+from slipway_operator.core.installation import PlacementDefaults
 from slipway_operator.settings import OperatorSettings, explain
 
 VARIABLES = [str(field.validation_alias) for field in OperatorSettings.model_fields.values()]

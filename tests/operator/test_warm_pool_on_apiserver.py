@@ -15,7 +15,7 @@ from slipway_kube.objects import Pod
 from slipway_operator.controller.claimer import claim_operations, return_operations
 from slipway_operator.controller.pod_state import state_metadata
 from slipway_operator.core.actions import ClaimPod, ReturnPod
-from slipway_operator.core.observed import NONROOT, PlacementDefaults
+from slipway_operator.core.installation import NONROOT, PlacementDefaults
 from slipway_operator.core.service.replicas.access import PortAccess
 from slipway_operator.core.service.replicas.pod import build_pod
 from slipway_operator.core.service.rollout.revision import Revision

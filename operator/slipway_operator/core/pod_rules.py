@@ -6,7 +6,7 @@ Images of an Engine and of the chart are the administrator's, and are not checke
 from slipway_api.inference_service import InferenceServiceSpec
 from slipway_api.overlay import PodOverlay
 from slipway_api.warm_pool import WarmPoolSpec
-from slipway_operator.core.observed import Defaults
+from slipway_operator.core.installation import Defaults
 from slipway_operator.core.service.model import model_access
 
 RESERVED = "system-"

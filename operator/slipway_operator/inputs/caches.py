@@ -41,8 +41,8 @@ from slipway_operator.adapter_calls import AdapterCalls
 from slipway_operator.controller.kinds import Key, StoredObject
 from slipway_operator.controller.queue import Urgency
 from slipway_operator.controller.store import ObjectStore, OnChange
+from slipway_operator.core.installation import Defaults
 from slipway_operator.core.observed import (
-    Defaults,
     Demand,
     GatewayCount,
     HubAnswer,

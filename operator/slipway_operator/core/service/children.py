@@ -13,7 +13,7 @@ from slipway_api import names
 from slipway_api.inference_service import DirectAccess, DisruptionBudget, InferenceService
 from slipway_operator.core.actions import ABSENT, ApplyChild, DeleteChild
 from slipway_operator.core.adapter.observed import AttachedAdapter
-from slipway_operator.core.observed import Network
+from slipway_operator.core.installation import Network
 from slipway_operator.core.service.adapters import boot_list, config_map_name
 from slipway_operator.core.service.rollout.revision import owner_reference
 

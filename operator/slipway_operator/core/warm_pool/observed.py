@@ -6,7 +6,8 @@ from datetime import datetime
 
 from slipway_api.warm_pool import WarmPool
 from slipway_operator.core.actions import Failure
-from slipway_operator.core.observed import Defaults, Node, Replica, TokenDigests
+from slipway_operator.core.installation import Defaults
+from slipway_operator.core.observed import Node, Replica, TokenDigests
 from slipway_operator.core.warm_pool.supply import CLAIMABLE
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from slipway_api import names
 from slipway_api.warm_pool import WarmLevel, WarmPool
-from slipway_operator.core.observed import NodeCache, PlacementDefaults, PodUser, TraceDefaults
+from slipway_operator.core.installation import NodeCache, PlacementDefaults, PodUser, TraceDefaults
 from slipway_operator.core.service.replicas.access import PortAccess
 from slipway_operator.core.service.replicas.pod import arguments, build_pod
 from slipway_operator.core.service.replicas.tls import secured

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipway_operator.core.observed import Network
+from slipway_operator.core.installation import Network
 from slipway_operator.core.service.children import children, disruption_budget, kube_service, network_policy
 from tests.builders import UID, a_service
 

@@ -13,7 +13,7 @@ from slipway_api import names
 from slipway_api.crd import engine_manifest
 from slipway_api.inference_service import InferenceService
 from slipway_operator.core.engines import PinnedEngine, find_lacking, see_engine
-from slipway_operator.core.observed import NONROOT, PlacementDefaults
+from slipway_operator.core.installation import NONROOT, PlacementDefaults
 from slipway_operator.core.profiles import apply_profile
 from slipway_operator.core.service.replicas.access import PortAccess
 from slipway_operator.core.service.replicas.pod import build_pod

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from slipway_api import internal_tls, names
-from slipway_operator.core.observed import NONROOT, PlacementDefaults
+from slipway_operator.core.installation import NONROOT, PlacementDefaults
 from slipway_operator.core.service.replicas.access import PortAccess
 from slipway_operator.core.service.replicas.pod import build_pod
 from slipway_operator.core.service.rollout.revision import resolve

@@ -9,7 +9,8 @@ from slipway_api import names
 from slipway_api.conditions import find_condition
 from slipway_api.inference_service import InferenceService
 from slipway_operator.core.actions import CreatePod, DeletePod
-from slipway_operator.core.observed import NONROOT, Failure, NodeCache, PlacementDefaults
+from slipway_operator.core.installation import NONROOT, NodeCache, PlacementDefaults
+from slipway_operator.core.observed import Failure
 from slipway_operator.core.pulls import PullNode, PullPod, PullsSeen
 from slipway_operator.core.service.model.pull_nodes import nodes_for
 from slipway_operator.core.service.model.pulls import pull_digest

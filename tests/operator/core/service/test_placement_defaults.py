@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from slipway_api.overlay import PodOverlay
 from slipway_operator.core.actions import CreatePod
-from slipway_operator.core.observed import PlacementDefaults
+from slipway_operator.core.installation import PlacementDefaults
 from slipway_operator.core.pulls import PullNode, PullsSeen
 from slipway_operator.core.service.plan import plan
 from slipway_operator.core.service.replicas.placement import fill_placement

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from slipway_operator.core.observed import NONROOT, PlacementDefaults
+from slipway_operator.core.installation import NONROOT, PlacementDefaults
 from slipway_operator.core.service.replicas.access import PortAccess
 from slipway_operator.core.service.replicas.pod import arguments, build_pod
 from slipway_operator.core.service.rollout.revision import Revision

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from slipway_operator.core.actions import CreatePod
-from slipway_operator.core.observed import NONROOT, PodUser
+from slipway_operator.core.installation import NONROOT, PodUser
 from slipway_operator.core.pulls import PullNode, PullsSeen
 from slipway_operator.core.service.plan import plan
 from slipway_operator.settings import OperatorSettings

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from slipway_api import names
 from slipway_operator.core.actions import CreatePod, DeletePod
-from slipway_operator.core.observed import NodeCache
+from slipway_operator.core.installation import NodeCache
 from slipway_operator.core.pulls import PullNode, PullPod, PullsSeen
 from slipway_operator.core.service.model.pulls import plan_pulls
 from tests.builders import DEFAULTS, T0, a_service, promised, revision_of, seen

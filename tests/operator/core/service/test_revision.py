@@ -6,7 +6,7 @@ import pytest
 
 from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import InferenceServiceStatus, RevisionStatus
-from slipway_operator.core.observed import NONROOT, PlacementDefaults
+from slipway_operator.core.installation import NONROOT, PlacementDefaults
 from slipway_operator.core.service.replicas.access import PortAccess
 from slipway_operator.core.service.replicas.pod import build_pod
 from slipway_operator.core.service.rollout import revision

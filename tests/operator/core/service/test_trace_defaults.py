@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from slipway_operator.core.actions import CreatePod
-from slipway_operator.core.observed import TraceDefaults
+from slipway_operator.core.installation import TraceDefaults
 from slipway_operator.core.service.plan import plan
 from slipway_operator.core.warm_pool.plan import plan as plan_pool
 from slipway_operator.settings import OperatorSettings, explain, installation_defaults

@@ -9,7 +9,8 @@ from slipway_api import names
 from slipway_api.warm_pool import WarmPool
 from slipway_api.warm_pool_conditions import PoolEvent
 from slipway_operator.core.actions import ClaimPod, CreatePod, DeletePod, LoadModel
-from slipway_operator.core.observed import NONROOT, PlacementDefaults, Sample
+from slipway_operator.core.installation import NONROOT, PlacementDefaults
+from slipway_operator.core.observed import Sample
 from slipway_operator.core.service.plan import plan as plan_service
 from slipway_operator.core.service.replicas.access import PortAccess
 from slipway_operator.core.service.replicas.pod import model_spec

@@ -11,8 +11,9 @@ from slipway_api.inference_service import InferenceService
 from slipway_api.warm_pool import PoolUse, WarmPoolStatus
 from slipway_api.warm_pool_conditions import CONDITIONS, EVENTS, PoolEvent
 from slipway_operator.core.actions import CreatePod, DeletePod, Failure
+from slipway_operator.core.installation import NONROOT, PlacementDefaults
 from slipway_operator.core.labels import EditedLabel
-from slipway_operator.core.observed import NONROOT, Node, PlacementDefaults
+from slipway_operator.core.observed import Node
 from slipway_operator.core.service.replicas.access import PortAccess
 from slipway_operator.core.service.replicas.pod import build_pod
 from slipway_operator.core.service.rollout.revision import Revision

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from slipway_api import names
 from slipway_api.model_source import CachePolicy
 from slipway_api.model_spec import Model
-from slipway_operator.core.observed import NodeCache
+from slipway_operator.core.installation import NodeCache
 
 CLAIM_VOLUME: Final = "slipway-pvc"
 IMAGE_VOLUME: Final = "slipway-image"

@@ -23,7 +23,8 @@ from slipway_api.model_source import CachePolicy
 from slipway_api.words import count
 from slipway_operator.core.actions import Event, Failure, Steps
 from slipway_operator.core.health import Member
-from slipway_operator.core.observed import Defaults, Observed
+from slipway_operator.core.installation import Defaults
+from slipway_operator.core.observed import Observed
 from slipway_operator.core.pulls import PullPod
 from slipway_operator.core.service.model.pulls import Pulls, is_pull, plan_pulls
 from slipway_operator.core.service.rollout.revision import Revision

@@ -16,7 +16,7 @@ from typing import Any, Final
 from slipway_api import names
 from slipway_api.inference_service import InferenceServiceSpec
 from slipway_api.types import parse_quantity
-from slipway_operator.core.observed import PlacementDefaults
+from slipway_operator.core.installation import PlacementDefaults
 from slipway_operator.core.pulls import PullNode
 from slipway_operator.core.service.replicas.placement import fill_placement
 

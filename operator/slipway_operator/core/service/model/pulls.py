@@ -24,7 +24,8 @@ from slipway_api import names
 from slipway_api.inference_service import InferenceService
 from slipway_api.model_source import CachePolicy
 from slipway_operator.core.actions import CreatePod, DeletePod, Steps
-from slipway_operator.core.observed import Defaults, Observed
+from slipway_operator.core.installation import Defaults
+from slipway_operator.core.observed import Observed
 from slipway_operator.core.pulls import PullNode, PullPod
 from slipway_operator.core.service.model import model_access
 from slipway_operator.core.service.model.pull_nodes import nodes_for, pull_tolerations

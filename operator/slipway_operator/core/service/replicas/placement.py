@@ -9,7 +9,7 @@
 
 from slipway_api.overlay import PodOverlay
 from slipway_api.types import LocalReference
-from slipway_operator.core.observed import PlacementDefaults
+from slipway_operator.core.installation import PlacementDefaults
 
 
 def fill_placement(overlay: PodOverlay, defaults: PlacementDefaults) -> PodOverlay:

@@ -16,7 +16,7 @@ from slipway_api.overlay import ContainerOverlay, PodOverlay
 from slipway_api.pod_labels import ReplicaIdentity
 from slipway_api.runtime_api import ModelSpec
 from slipway_api.runtime_spec import SpeculationMethod
-from slipway_operator.core.observed import NodeCache, PlacementDefaults, PodUser, TraceDefaults
+from slipway_operator.core.installation import NodeCache, PlacementDefaults, PodUser, TraceDefaults
 from slipway_operator.core.service import adapters
 from slipway_operator.core.service.model import model_access
 from slipway_operator.core.service.replicas import engine_pod, tls

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from slipway_api.conditions import Reason
 from slipway_api.engine_fields import SLIPWAY
 from slipway_operator.core.engines import PinnedEngine, describe_missing, find_lacking
-from slipway_operator.core.observed import Defaults, Observed
+from slipway_operator.core.installation import Defaults
+from slipway_operator.core.observed import Observed
 from slipway_operator.core.profiles import apply_profile
 from slipway_operator.core.service.rollout.revision import Revision, find_stored
 
