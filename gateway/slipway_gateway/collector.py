@@ -1,8 +1,6 @@
 """Python's cyclic garbage collector in the gateway: it runs rarely, because a full collection stops every stream.
 
-With the interpreter's thresholds a gateway with 600 streams spent 9 % of its CPU time in the collector, and a full
-collection stopped all of them for up to 0.16 s. Requests leave no cycles (`tests/gateway/test_garbage.py`), so little
-waits for it.
+Requests leave no cycles (`tests/gateway/test_garbage.py`), so little waits for it.
 """
 
 import gc
