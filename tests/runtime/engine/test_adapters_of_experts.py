@@ -279,6 +279,6 @@ def test_square_matrices_alone_do_not_tell_which_side_is_which(tmp_path):
     tensors = {f"{_HERE}.lora_A.weight": torch.ones(16, 48), f"{_HERE}.lora_B.weight": torch.ones(48, 16)}
     said = {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}
     write_adapter(tmp_path / "square", tensors, {"peft_type": "LORA", "r": 4, "lora_alpha": 6, **said})
+    config = read_config(tmp_path / "model")
     with pytest.raises(AdapterRefusedError, match=r"do not tell whether lora_A of .* multiplies the inputs or"):
-        config = read_config(tmp_path / "model")
         read_adapter(tmp_path / "square", config, max_rank=8, dtype=torch.float32, of_experts=True)
