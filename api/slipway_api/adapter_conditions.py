@@ -98,9 +98,9 @@ FAILURE_CAUSES: Final = {
         "Raise spec.runtime.lora.maxRank of the InferenceService.",
     ),
     AdapterReason.CAPACITY_EXCEEDED: Cause(
-        "The base has no room for adapters, or none of this size.",
+        "The base has no room for adapters, for adapters of experts, or for one of this size.",
         Helper.AUTHOR,
-        "Set or raise spec.runtime.lora of the InferenceService.",
+        "Set or raise spec.runtime.lora of the InferenceService; for adapters of experts, spec.runtime.lora.experts.",
     ),
     AdapterReason.ENGINE_REJECTED: Cause(
         "The engine refuses the adapter, or a request for it failed.",

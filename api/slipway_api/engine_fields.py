@@ -89,6 +89,11 @@ def _draft_tokens(spec: InferenceServiceSpec) -> str:
     return "" if speculation.method is SpeculationMethod.NONE else str(speculation.max_tokens)
 
 
+def _adapted_experts(spec: InferenceServiceSpec) -> str:
+    lora = spec.runtime.lora
+    return "true" if lora is not None and lora.experts else ""
+
+
 def _sampling(spec: InferenceServiceSpec) -> str:
     """The defaults that are set, as JSON with the names of the OpenAI API; the limit of tokens is another field."""
     defaults = spec.model.sampling_defaults.model_dump(exclude_none=True, exclude={"max_tokens"})
@@ -134,6 +139,7 @@ FIELDS: Final[Mapping[str, Callable[[InferenceServiceSpec], str]]] = {
     "runtime.lora.maxAdapters": _at("runtime", "lora", "max_adapters"),
     "runtime.lora.maxCPUAdapters": _at("runtime", "lora", "max_cpu_adapters"),
     "runtime.lora.maxRank": _at("runtime", "lora", "max_rank"),
+    "runtime.lora.experts": _adapted_experts,
 }
 """Name in templates -> the field's value as text; empty: it has none."""
 

@@ -90,14 +90,16 @@ class ModelShape:
         inputs = ((self.hidden, self.mlp),) * (self._mlp_matrices - 1)
         return (*attention, *inputs, (self.mlp, self.hidden))
 
-    @property
-    def adapter_numbers(self) -> int:
-        """Numbers of an adapter of rank 1: the inputs and outputs of all matrices that it may change."""
+    def adapter_numbers(self, *, of_experts: bool) -> int:
+        """Numbers of an adapter of rank 1: the inputs and outputs of all matrices that it may change.
+
+        of_experts: including the experts of sparse layers.
+        """
         if not self.experts:
             return self.layers * sum(a + b for a, b in self.projections)
         attention = self.layers * sum(a + b for a, b in self.projections[:4])
         dense = self._dense_layers * self._mlp_matrices * (self.hidden + self.intermediate)
-        experts = self.experts * (self.hidden + self.moe_intermediate)
+        experts = self.experts * (self.hidden + self.moe_intermediate) if of_experts else 0
         shared = self.hidden + self.shared_intermediate if self.shared_intermediate else 0
         return attention + dense + (self.layers - self._dense_layers) * 3 * (experts + shared)
 
@@ -183,6 +185,7 @@ class Needs:
     draft_tokens: int = 0  # that a row may draft in a step; 0: speculation is off
     max_adapters: int = 0  # slots; 0: adapters are off
     max_rank: int = 0
+    lora_experts: bool = False  # slots have room for experts
     on_gpu: bool = True
     tensor_parallel_size: int = 1  # devices that share the model
 
@@ -252,12 +255,12 @@ def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, kv_dtype: str,
     return planes * layers * kv_heads * head
 
 
-def adapter_slot_bytes(shape: ModelShape, max_rank: int, dtype: str) -> int:
+def adapter_slot_bytes(shape: ModelShape, max_rank: int, dtype: str, *, of_experts: bool = False) -> int:
     """One adapter slot: A (rank × in) and B (out × rank) of every matrix of every layer, padded to the largest rank.
 
-    With experts, of all matrices of all experts: Qwen3-30B-A3B at rank 16 takes 1.7 GB in bfloat16.
+    of_experts: also of all experts. Qwen3-30B-A3B at rank 16 takes 27 MB in bfloat16 without, 1.7 GB with them.
     """
-    return max_rank * shape.adapter_numbers * WEIGHT_BYTES[dtype]
+    return max_rank * shape.adapter_numbers(of_experts=of_experts) * WEIGHT_BYTES[dtype]
 
 
 def activation_bytes(shape: ModelShape, needs: Needs) -> int:
@@ -274,9 +277,10 @@ def footprint(shape: ModelShape, needs: Needs) -> Footprint:
     """Computes what a service takes before its KV cache; of one device, where several share the model."""
     if needs.tensor_parallel_size > 1:
         return footprint(*_of_one_device(shape, needs))
+    slot = adapter_slot_bytes(shape, needs.max_rank, needs.computes_in, of_experts=needs.lora_experts)
     return Footprint(
         weights=weight_bytes(shape, needs.dtype, needs.quantization, on_gpu=needs.on_gpu),
-        adapters=needs.max_adapters * adapter_slot_bytes(shape, needs.max_rank, needs.computes_in),
+        adapters=needs.max_adapters * slot,
         reserve=activation_bytes(shape, needs) + (GPU_RESERVE_BYTES if needs.on_gpu else 0),
     )
 
@@ -359,6 +363,8 @@ def _advice(shape: ModelShape, needs: Needs, budget: int) -> str:
         settings.append("set quantization to int8 or fp8")
     if needs.max_adapters and _fit(shape, replace(needs, max_adapters=0), budget):
         settings.append("lower lora.maxAdapters or lora.maxRank")
+    if needs.max_adapters and needs.lora_experts and _fit(shape, replace(needs, lora_experts=False), budget):
+        settings.append("set lora.experts to false")
     smaller = replace(needs, max_num_batched_tokens=needs.max_num_seqs)
     if needs.max_num_batched_tokens > needs.max_num_seqs and _fit(shape, smaller, budget):
         settings.append("lower maxNumBatchedTokens")

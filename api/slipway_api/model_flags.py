@@ -47,6 +47,7 @@ def model_flags(spec: ModelSpec) -> list[str]:
         flags += [part for name in OF_SPECULATION for part in _flag(spec, name)]
     if spec.max_adapters:
         flags += [part for name in OF_ADAPTERS for part in _flag(spec, name)]
+        flags += ["--lora-experts"] if spec.lora_experts else []
     # One flag each: together they could be longer than Linux lets one argument be.
     for prompt in spec.warm_prompts:
         one = prompt if isinstance(prompt, str) else [dict(message) for message in prompt]

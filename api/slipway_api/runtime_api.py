@@ -281,6 +281,7 @@ class ModelSpec(Body):
     max_adapters: int = 0
     max_cpu_adapters: int = Field(default=0, alias="maxCPUAdapters")
     max_rank: int = 0
+    lora_experts: bool = False
     warm_prompts: tuple[str | tuple[Mapping[str, str], ...], ...] = ()  # texts, and messages with role and content
 
 

@@ -117,6 +117,8 @@ class LoRA(Struct):
     """Adapters kept in host memory, from where one gets into a slot without being fetched again."""
     max_rank: int = Field(default=16, ge=1, le=512)
     """The largest rank that an adapter may have."""
+    experts: bool = False
+    """Whether adapters may change the experts of a mixture of experts. Each slot then has room for all experts."""
 
 
 class Task(StrEnum):

@@ -25,7 +25,7 @@ ROWS = {
         Panel(
             "Leader and gateways", "short",
             {"leaders": "sum(slipway_operator_is_leader)", "gateways that answer": "max(slipway_operator_gateways)"},
-            "One operator leads; without one nothing is scaled or replaced, and serving goes on.",
+            "One operator leads; without one nothing is scaled or replaced, and serving continues.",
         ),
         Panel(
             "Duration of a pass", "s", quantiles("slipway_operator_reconcile_duration_seconds", "", "", by=""),

@@ -220,6 +220,9 @@ def _add_adapter_flags(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--max-cpu-adapters", type=int, default=0, help="adapters kept in host memory")
     serve.add_argument("--max-rank", type=int, default=0, help="the largest rank that an adapter may have")
     serve.add_argument(
+        "--lora-experts", action="store_true", help="adapters may change experts; each slot has room for all of them"
+    )
+    serve.add_argument(
         "--adapter",
         action="append",
         default=[],

@@ -174,6 +174,7 @@ def engine_options(settings: RuntimeSettings, fetched: Fetched) -> EngineOptions
         max_adapters=settings.max_adapters,
         max_cpu_adapters=settings.max_cpu_adapters,
         max_rank=settings.max_rank,
+        lora_experts=settings.lora_experts,
         prefix_caching=not settings.no_prefix_caching,
         score_tokens=settings.score_tokens,
         pooling=_POOLING[settings.pooling] if settings.task is Task.EMBED else "",

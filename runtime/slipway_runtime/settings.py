@@ -36,6 +36,7 @@ _SAME: Final = (
     "speculation_max_tokens",
     "max_adapters",
     "max_rank",
+    "lora_experts",
 )
 
 MAX_QUEUED_REQUESTS: Final = 1024
@@ -179,6 +180,7 @@ class RuntimeSettings:
     max_adapters: int = 0  # LoRA adapters that compute at the same time; 0: adapters are off
     max_cpu_adapters: int = 0  # adapters kept in host memory; never below max_adapters
     max_rank: int = 16
+    lora_experts: bool = False  # adapters may change experts: each slot has room for all of them
     adapters: tuple[BootAdapter, ...] = ()
     boot_list: Path = Path(names.ADAPTERS_DIRECTORY) / names.ADAPTERS_FILE  # more adapters, read at every start
     adapter_endpoints: bool = False  # whether clients may load and unload adapters over HTTP
@@ -271,9 +273,13 @@ class RuntimeSettings:
         if not all(_SHA256.fullmatch(digest) for digest in self.serving_token_digests):
             raise ValueError("--serving-token-sha256 must be 64 lower-case hex digits")
         if not self.max_adapters:
-            if self.adapters or self.adapter_endpoints:
-                asked = "--adapter" if self.adapters else "--adapter-endpoints"
-                raise ValueError(f"{asked} needs --max-adapters above 0: LoRA adapters are off without it")
+            for name, value in (
+                ("--adapter", self.adapters),
+                ("--adapter-endpoints", self.adapter_endpoints),
+                ("--lora-experts", self.lora_experts),
+            ):
+                if value:
+                    raise ValueError(f"{name} needs --max-adapters above 0: LoRA adapters are off without it")
             return
         if self.max_cpu_adapters < self.max_adapters:
             raise ValueError(

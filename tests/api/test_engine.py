@@ -70,7 +70,7 @@ EVERYTHING = {
         "tensorParallelSize": 2,
         "kvCache": {"gpuMemoryUtilization": "0.5", "dtype": "fp8", "bytes": "3Gi", "hostBytes": "1Gi"},
         "speculation": {"method": "promptLookup", "maxTokens": 3},
-        "lora": {"maxAdapters": 2, "maxCPUAdapters": 4, "maxRank": 8},
+        "lora": {"maxAdapters": 2, "maxCPUAdapters": 4, "maxRank": 8, "experts": True},
     },
 }
 
@@ -83,6 +83,10 @@ def test_every_field_can_be_set_and_has_a_text():
     assert texts["runtime.kvCache.bytes"] == str(3 << 30)
     assert texts["runtime.kvCache.gibibytes"] == "3"
     assert texts["model.revision"] == "v1"
+
+
+def test_room_for_adapters_alone_asks_no_engine_for_room_for_experts():
+    assert not is_set(a_spec(runtime={"lora": {"maxAdapters": 2}}), "runtime.lora.experts")
 
 
 @pytest.mark.parametrize("name", CHART)

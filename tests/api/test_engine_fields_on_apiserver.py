@@ -150,7 +150,7 @@ def test_what_can_work_is_accepted(api):
             "deterministic": True,
             "kvCache": {"dtype": "fp8", "hostBytes": "512Mi"},
             "speculation": {"method": "promptLookup", "maxTokens": 32},
-            "lora": {"maxAdapters": 256, "maxCPUAdapters": 4096, "maxRank": 512},
+            "lora": {"maxAdapters": 256, "maxCPUAdapters": 4096, "maxRank": 512, "experts": True},
         },
     )
     given = copy.deepcopy(everything["spec"])
@@ -185,7 +185,7 @@ def test_adapters_are_off_until_they_are_asked_for_and_then_have_room(api):
 
     plain, adapters = stored(api, "plain")["spec"]["runtime"], stored(api, "adapters")["spec"]["runtime"]
     assert "lora" not in plain
-    assert adapters["lora"] == {"maxAdapters": 8, "maxCPUAdapters": 32, "maxRank": 16}
+    assert adapters["lora"] == {"maxAdapters": 8, "maxCPUAdapters": 32, "maxRank": 16, "experts": False}
     assert (plain["quantization"], plain["deterministic"], plain["kvCache"]["dtype"]) == ("none", False, "auto")
     assert plain["speculation"] == {"method": "none", "maxTokens": 4}
 

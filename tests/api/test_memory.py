@@ -267,6 +267,29 @@ def test_a_feed_forward_without_a_gate_has_two_matrices():
     assert len(starcoder.projections) == 6
 
 
+@pytest.mark.capability("ML-11", "KV-5")
+def test_slots_have_room_for_experts_only_if_asked_for():
+    attention = 48 * 16 * ((2048 + 4096) + 2 * (2048 + 512) + (4096 + 2048)) * 2
+    experts = 48 * 16 * 128 * 3 * (2048 + 768) * 2
+    assert adapter_slot_bytes(QWEN3_30B, 16, "bf16") == attention == pytest.approx(27e6, rel=0.02)
+    assert adapter_slot_bytes(QWEN3_30B, 16, "bf16", of_experts=True) == attention + experts
+    assert attention + experts == pytest.approx(1.69e9, rel=0.01)
+    assert adapter_slot_bytes(LLAMA_8B, 16, "bf16", of_experts=True) == adapter_slot_bytes(LLAMA_8B, 16, "bf16")
+
+    needs = replace(CHAT, max_adapters=8, max_rank=16)
+    found = [footprint(QWEN3_30B, replace(needs, lora_experts=on)).adapters for on in (False, True)]
+    assert found == [8 * attention, 8 * (attention + experts)]
+
+
+@pytest.mark.capability("ML-11", "KV-5")
+def test_room_for_experts_that_does_not_fit_is_named():
+    needs = replace(CHAT, max_adapters=8, max_rank=16, lora_experts=True)
+    found = plan(QWEN3_30B, needs, memory_bytes=70 * GIB)
+    assert isinstance(found, DoesNotFit)
+    assert "set lora.experts to false" in found.message
+    assert isinstance(plan(QWEN3_30B, replace(needs, lora_experts=False), memory_bytes=70 * GIB), Fits)
+
+
 @pytest.mark.capability("API-21")
 def test_experts_are_divided_between_devices():
     half = MIXTRAL.on_one_of(2)

@@ -34,7 +34,7 @@ REVISION = "rev1"  # of `a_replica`
 GATEWAY_KEY = b"the gateway's key"
 NAMESPACE, SERVICE, POD = "demo", "chat", "chat-0"  # of `OperatorPage` too
 DIGEST = token_digest(serving_token(GATEWAY_KEY, NAMESPACE, SERVICE))
-COUNTING = "one two three four five six seven eight nine ten, " * 6  # what speculation finds again, and a cached prefix
+COUNTING = "one two three four five six seven eight nine ten, " * 6  # a cached prefix
 GPU = f'gpu="0",UUID="GPU-1",device="nvidia0",modelName="NVIDIA H100",Hostname="node-a",container="server",' \
       f'namespace="{NAMESPACE}",pod="{POD}"'  # fmt: skip
 IDLE = GPU.replace('gpu="0"', 'gpu="1"').replace("GPU-1", "GPU-2").replace(f'"{NAMESPACE}"', '""').replace(POD, "")
@@ -156,7 +156,9 @@ async def _round(session: aiohttp.ClientSession, gateway: str, replica: str) -> 
 
     async def chat(key: str = "sk-fox", **fields: Any) -> int:
         body = {
-            "model": "tiny", "messages": [{"role": "user", "content": COUNTING}], "max_tokens": 24,
+            "model": "tiny", "messages": [{"role": "user", "content": COUNTING}],
+            # Long enough that the answer repeats itself: drafting stops for long if nothing of it is accepted.
+            "max_tokens": 96,
             "stream": True, "stream_options": {"include_usage": True},
             "temperature": 0, "ignore_eos": True,
         } | fields  # fmt: skip

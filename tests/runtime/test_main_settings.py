@@ -76,6 +76,7 @@ def test_nothing_said_means_the_model_and_the_machine_decide():
     assert settings.tensor_parallel_size == 1
     assert 0 < settings.max_queued_tokens < 10**7, "finding 9: what waits is bounded in tokens, not only in requests"
     switches = (settings.deterministic, settings.adapter_endpoints, settings.no_overlap, settings.in_process)
+    switches += (settings.lora_experts,)
     assert not any(switches)
     assert (settings.max_adapters, settings.adapters, settings.warm_prompts, settings.tenant_weights) == (0, (), (), {})
 
@@ -193,6 +194,7 @@ def test_a_senseless_value_is_an_error_and_not_a_guess(flags: list[str]):
         (["--max-adapters=2", "--adapter=a=file:///1", "--adapter=a=file:///2"], "--adapter a is given twice"),
         (["--adapter=a=file:///1"], "--adapter needs --max-adapters above 0"),
         (["--adapter-endpoints"], "--adapter-endpoints needs --max-adapters above 0"),
+        (["--lora-experts"], "--lora-experts needs --max-adapters above 0"),
         (["--max-adapters=4", "--max-cpu-adapters=2"], "--max-cpu-adapters 2 is below --max-adapters 4"),
         (["--max-adapters=1", "--adapter=a=file:///1", "--adapter=b=file:///2"], "2 adapters are to be loaded"),
     ],

@@ -53,7 +53,7 @@ class EnginePlan:
         if not self.max_adapters:
             return None
         shared = block_bytes if self.device.type == "cpu" else 0
-        largest = slot_bytes(self.own, self.max_rank, self.dtype.itemsize)
+        largest = slot_bytes(self.own, self.max_rank, self.dtype.itemsize, of_experts=self.options.lora_experts)
         # Each adapter occupies whole blocks: max_cpu_adapters must fit, however little of its last block one fills.
         most = min(pool.total // 2, self.max_cpu_adapters * -(-largest // block_bytes))
         return Residency(

@@ -31,6 +31,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_adapters: int = 0  # that compute at the same time; 0: adapters are off
     max_cpu_adapters: int = 0  # that wait in host memory
     max_rank: int = 0
+    lora_experts: bool = False  # slots of adapters have room for experts
     score_tokens: str = ""  # "no,yes": a generator's two tokens whose logits are a reranker's score; with pooling auto
     pooling: str = ""  # compute embeddings and nothing else: last, mean, or auto (as the checkpoint says)
     overlap: bool | None = None  # plan a step while the one before it runs; None: the device decides

@@ -137,13 +137,14 @@ def make_slots(
     kernels: Kernels,
     make: Callable[[LoraBank, int], AdapterSlots] = AdapterSlots,
 ) -> AdapterSlots | None:
-    """Empty slots in every linear layer; None: adapters are off."""
+    """Empty slots in every linear layer, and in experts if the options ask for it; None: adapters are off."""
     if not plan.max_adapters:
         return None
+    with_experts = decoder.layers if plan.options.lora_experts else ()
     bank = LoraBank(
         [linear for layer in decoder.layers for linear in layer.linears],
         kernels,
-        [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, ExpertsMlp)],
+        [layer.mlp for layer in with_experts if isinstance(layer.mlp, ExpertsMlp)],
         num_slots=plan.max_adapters,
         max_rank=plan.max_rank,
         dtype=plan.dtype,
@@ -168,6 +169,7 @@ def adapter_reader(plan: EnginePlan, share: Shard = WHOLE) -> Callable[[Path, st
             base_digest=base_digest,
             pin_memory=plan.device.type == "cuda",
             share=share,
+            of_experts=plan.options.lora_experts,
         )
 
     return read
@@ -176,7 +178,7 @@ def adapter_reader(plan: EnginePlan, share: Shard = WHOLE) -> Callable[[Path, st
 def zero_adapters(plan: EnginePlan) -> list[HostAdapter]:
     """As many adapters of zeros as there are slots, for the warm-up; of this rank's share."""
     zeros: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    for name, module in adapted_modules(plan.own).items():
+    for name, module in adapted_modules(plan.own, of_experts=plan.options.lora_experts).items():
         before = (module.experts, plan.max_rank) if module.experts else (plan.max_rank,)
         sizes = (module.in_size, module.out_size)
         a, b = (torch.zeros(*before, size, dtype=plan.dtype) for size in sizes)

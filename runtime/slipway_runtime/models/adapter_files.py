@@ -23,6 +23,10 @@ from typing import Any, Final
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
 MAX_CONFIG_BYTES: Final = 1 << 20
+NO_ROOM_FOR_EXPERTS: Final = (
+    "the adapter changes experts, and the slots of this server have no room for them: "
+    "set spec.runtime.lora.experts (--lora-experts)"
+)
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "pytorch_model.bin")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 

@@ -59,8 +59,11 @@ class OfExperts:
     expert: int = -1  # -1: all
 
 
-def adapted_modules(config: ModelConfig) -> dict[str, Module]:
-    """The modules of a model, or of a rank's part, that an adapter may change, by name."""
+def adapted_modules(config: ModelConfig, *, of_experts: bool = True) -> dict[str, Module]:
+    """The modules of a model, or of a rank's part, that an adapter may change, by name.
+
+    of_experts: including the experts of sparse layers; the shared expert is always among them.
+    """
     hidden = config.hidden_size
     q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
     modules: dict[str, Module] = {}
@@ -79,7 +82,8 @@ def adapted_modules(config: ModelConfig) -> dict[str, Module]:
             continue
         about, keys = config.experts, config.experts.keys
         block = f"{prefix}.{keys.block}"
-        modules |= _of_mlp(f"{block}.experts", GATE_UP_DOWN, hidden, about.intermediate_size, experts=about.count)
+        if of_experts:
+            modules |= _of_mlp(f"{block}.experts", GATE_UP_DOWN, hidden, about.intermediate_size, experts=about.count)
         if about.shared_size:
             modules |= _of_mlp(shared_block(config, layer), GATE_UP_DOWN, hidden, about.shared_size)
     return modules

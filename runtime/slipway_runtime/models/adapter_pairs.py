@@ -4,7 +4,7 @@ Names of merged matrices become those of their parts, and matrices of experts ar
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
@@ -22,7 +22,7 @@ from slipway_runtime.models.adapter_modules import (
 )
 from slipway_runtime.models.config import ModelConfig
 
-__all__ = ["Pair", "pairs_of"]
+__all__ = ["Pair", "changes_experts", "pairs_of"]
 
 _TENSOR: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
@@ -60,6 +60,12 @@ def pairs_of(tensors: Mapping[str, Tensor], said: AdapterConfig, config: ModelCo
     _add(found, {module: _stacked(pairs, known[module].experts) for module, pairs in experts.items()})
     _add(found, stacks.pairs())
     return found
+
+
+def changes_experts(names: Iterable[str], config: ModelConfig) -> bool:
+    """Whether tensors of these names change experts of sparse layers."""
+    matches = (_TENSOR.fullmatch(name) for name in names)
+    return any(of_experts(match[1], config) is not None for match in matches if match is not None)
 
 
 def _halves(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -4,18 +4,19 @@
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor
 
 from slipway_runtime.layers.rotary import reorder_rotary_dims
 from slipway_runtime.models.adapter_files import (
     MAX_CONFIG_BYTES,
+    NO_ROOM_FOR_EXPERTS,
     WEIGHTS,
     AdapterRefusedError,
     adapter_digest,
@@ -24,7 +25,7 @@ from slipway_runtime.models.adapter_files import (
     parse_adapter_config,
 )
 from slipway_runtime.models.adapter_modules import Module, adapted_modules
-from slipway_runtime.models.adapter_pairs import pairs_of
+from slipway_runtime.models.adapter_pairs import changes_experts, pairs_of
 from slipway_runtime.models.config import ModelConfig
 from slipway_runtime.models.sharding import WHOLE, Shard
 
@@ -50,13 +51,14 @@ def lora_modules(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
     (out, in) by their names in the file.
     """
-    modules = adapted_modules(config)
-    return {name: (module.out_size, module.in_size) for name, module in modules.items() if not module.experts}
+    modules = adapted_modules(config, of_experts=False)
+    return {name: (module.out_size, module.in_size) for name, module in modules.items()}
 
 
-def slot_bytes(config: ModelConfig, max_rank: int, bytes_per_value: int) -> int:
-    """Memory of one adapter slot: every module at the largest rank."""
-    return sum(max_rank * module.values_per_rank for module in adapted_modules(config).values()) * bytes_per_value
+def slot_bytes(config: ModelConfig, max_rank: int, bytes_per_value: int, *, of_experts: bool = False) -> int:
+    """Memory of one adapter slot: every module at the largest rank. of_experts: see `read_adapter`."""
+    modules = adapted_modules(config, of_experts=of_experts)
+    return max_rank * sum(module.values_per_rank for module in modules.values()) * bytes_per_value
 
 
 def read_adapter(
@@ -69,22 +71,25 @@ def read_adapter(
     base_digest: Callable[[], str] | None = None,
     pin_memory: bool = False,
     share: Shard = WHOLE,
+    of_experts: bool = False,
 ) -> HostAdapter:
     """Read and check the adapter in the directory `path`. Blocks: call it outside of the step loop's thread.
 
     config: of the whole base model. dtype: of the engine. digest: the expected digest, if any. base_digest: computes
     the digest of the base model's weights; called only if the adapter names one. share: the rank that reads.
-    Raises AdapterRefusedError.
+    of_experts: whether slots have room for the experts of sparse layers. Raises AdapterRefusedError.
     """
     files = adapter_files(path)
     # Read once, so that the checked bytes are the used bytes, even if the files change meanwhile.
-    modules = adapted_modules(config)
+    modules = adapted_modules(config, of_experts=of_experts)
     names = sum(max(1, module.experts) for module in modules.values()) * _NAME_BYTES
-    most = slot_bytes(config, max_rank, bytes_per_value=4) + _HEADER_BYTES + names
+    most = slot_bytes(config, max_rank, bytes_per_value=4, of_experts=of_experts) + _HEADER_BYTES + names
     raw_config = _read(files.config, MAX_CONFIG_BYTES)
     said = parse_adapter_config(raw_config)
     if said.max_rank > max_rank:
         raise AdapterRefusedError(f"the adapter's rank is {said.max_rank}; this engine takes adapters up to {max_rank}")
+    if not of_experts:
+        _refuse_experts(_names(files.weights), config)  # before memory is taken for gigabytes of experts
     raw_weights = _read(files.weights, most)
     found = digest_of(hashlib.sha256(raw_config).hexdigest(), hashlib.sha256(raw_weights).hexdigest())
     if digest and found != digest.lower():
@@ -93,8 +98,11 @@ def read_adapter(
         raise AdapterRefusedError(
             f"the adapter was made for a base model with the digest {said.base_digest[:80]}; this one has {ours}"
         )
+    tensors = _tensors(raw_weights)
+    if not of_experts:
+        _refuse_experts(tensors, config)
     matrices = {}
-    for name, (a, b) in pairs_of(_tensors(raw_weights), said, config).items():
+    for name, (a, b) in pairs_of(tensors, said, config).items():
         a, b = _share_of(a, b, modules[name], config, share)
         ready = a.to(dtype).contiguous(), b.to(dtype).contiguous()
         matrices[name] = (ready[0].pin_memory(), ready[1].pin_memory()) if pin_memory else ready
@@ -113,6 +121,20 @@ def _read(file: Path, most: int) -> bytes:
     if len(content) > most:
         raise AdapterRefusedError(f"{file.name} is larger than {most} bytes, which no adapter for this engine needs")
     return content
+
+
+def _names(file: Path) -> tuple[str, ...]:
+    """The names of the file's tensors; none if its header is broken, which `_tensors` reports."""
+    try:
+        with safe_open(file, "pt") as opened:
+            return tuple(opened.keys())
+    except SafetensorError:
+        return ()
+
+
+def _refuse_experts(names: Iterable[str], config: ModelConfig) -> None:
+    if changes_experts(names, config):
+        raise AdapterRefusedError(NO_ROOM_FOR_EXPERTS)
 
 
 def _tensors(content: bytes) -> dict[str, Tensor]:

@@ -37,6 +37,7 @@ from slipway_api.runtime_api import AdapterInfo
 from slipway_runtime.engine.client import EngineClient, EngineDead
 from slipway_runtime.messages import ADAPTERS_MAY_TAKE, AdapterState, AdapterStatus, LoadAdapter, Reply, UnloadAdapter
 from slipway_runtime.models.adapter_files import (
+    NO_ROOM_FOR_EXPERTS,
     AdapterNotFoundError,
     AdapterRefusedError,
     adapter_digest,
@@ -341,7 +342,7 @@ class AdapterRegistry:
         if reply.error:
             await self._forget_rejected(fetched.digest)
             sentence = f"the adapter cannot be used: {redact_paths(reply.error, fetched.path)}"
-            is_too_large = ADAPTERS_MAY_TAKE in reply.error
+            is_too_large = ADAPTERS_MAY_TAKE in reply.error or NO_ROOM_FOR_EXPERTS in reply.error
             reason = AdapterReason.CAPACITY_EXCEEDED if is_too_large else AdapterReason.ENGINE_REJECTED
             raise ApiError(400, sentence, param="lora_path", reason=reason)
 

@@ -22,6 +22,8 @@ from slipway_runtime.settings import BootAdapter
 from slipway_runtime.storage.fetch import fetch, release
 from slipway_runtime.storage.source import OutOfSpaceError
 from tests.runtime.adapter_folders import an_adapter
+from tests.runtime.checkpoints import a_checkpoint
+from tests.runtime.expert_adapters import an_expert_adapter
 from tests.runtime.server.serving import TINY, Running, a_replica
 from tests.runtime.storage.origin import Origin, an_origin
 
@@ -424,6 +426,20 @@ async def test_a_refusal_names_its_cause_in_one_word_and_the_list_repeats_it(
         assert refused.json()["error"]["reason"] == reason
     assert (listed.max_adapters, listed.max_cpu_adapters) == (2, 4)
     await replica.admin("/adapters/x", "DELETE")
+
+
+@pytest.mark.capability("ML-11", "ML-4")
+async def test_an_adapter_of_experts_without_room_for_them_names_the_field_of_the_base(tmp_path: Path):
+    model = a_checkpoint(tmp_path / "model", "mixtral", num_local_experts=4, num_experts_per_tok=2)
+    an_expert_adapter(tmp_path / "experts", model, "modules", seed=1)
+    room: dict[str, Any] = {"model_path": tmp_path / "model", "max_adapters": 1, "max_rank": 8, "max_model_len": 160}
+    async with a_replica(adapter_roots=(tmp_path,), **room) as replica:
+        await replica.admin("/adapters", "POST", json={"name": "x", "uri": f"file://{tmp_path}/experts"})
+        await replica.until(lambda _: replica.models[0].adapters.info("x").state != "loading")
+        info = replica.models[0].adapters.info("x")
+
+    assert (info.state, info.reason) == ("failed", "CapacityExceeded")
+    assert info.message.endswith("set spec.runtime.lora.experts (--lora-experts)")
 
 
 async def test_a_load_repeats_its_version_and_the_same_content_takes_a_new_one(replica: Running, folders: Path):

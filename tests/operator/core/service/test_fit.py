@@ -127,6 +127,15 @@ def test_on_a_cpu_auto_is_planned_as_the_runtime_chooses_it():
     assert activation_bytes(shape, on_cpu) == 2 * activation_bytes(shape, on_gpu)
 
 
+@pytest.mark.capability("ML-11", "OP-5")
+def test_room_for_experts_is_planned_only_if_the_service_asks_for_it():
+    without, with_room = (
+        needs_of(on(H100, lora={"maxAdapters": 4, "experts": experts}).spec) for experts in (False, True)
+    )
+    assert (without.lora_experts, with_room.lora_experts) == (False, True)
+    assert not needs_of(on(H100).spec).lora_experts
+
+
 def test_drafts_are_planned_as_samples_of_a_step():
     assert needs_of(on(H100).spec).max_samples == 64
     assert needs_of(on(H100, speculation={"method": "promptLookup", "maxTokens": 3}).spec).max_samples == 64 * 4

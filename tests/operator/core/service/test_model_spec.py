@@ -64,8 +64,11 @@ RUNTIMES = some(
         hostBytes=st.sampled_from(["32Gi", "512Mi"]),
     ),
     speculation=some(method=st.sampled_from(["none", "promptLookup"]), maxTokens=st.integers(1, 32)),
-    lora=some(maxAdapters=st.integers(1, 16), maxCPUAdapters=st.integers(16, 64), maxRank=st.integers(1, 512)),
-)
+    lora=some(
+        maxAdapters=st.integers(1, 16), maxCPUAdapters=st.integers(16, 64), maxRank=st.integers(1, 512),
+        experts=st.booleans(),
+    ),
+)  # fmt: skip
 
 
 @given(MODELS, RUNTIMES)
@@ -119,6 +122,6 @@ EVERYTHING = a_service(
         "speculation": {"method": "promptLookup"},
         "task": "embed",
         "pooling": "mean",
-        "lora": {},
+        "lora": {"experts": True},
     },
 )

@@ -62,6 +62,16 @@ def test_each_feature_reaches_the_runtime():
     assert (settings.max_adapters, settings.max_cpu_adapters, settings.max_rank) == (2, 32, 64)
 
 
+@pytest.mark.capability("ML-11")
+def test_room_for_experts_is_a_flag_that_an_older_image_does_not_get():
+    without = a_service(runtime={"lora": {"maxAdapters": 2}})
+    with_room = a_service(runtime={"lora": {"maxAdapters": 2, "experts": True}})
+
+    assert "--lora-experts" not in arguments(without, REVISION)
+    assert not settings_of(without).lora_experts
+    assert settings_of(with_room).lora_experts
+
+
 @pytest.mark.capability("DD-3")
 def test_gpus_that_share_a_model_hear_of_it_and_have_memory_to_meet_in():
     service = a_service(runtime={"tensorParallelSize": 2}, resources={"gpu": {"count": 2}})

@@ -123,6 +123,7 @@ def needs_of(spec: InferenceServiceSpec) -> Needs:
         draft_tokens=0 if speculation.method is SpeculationMethod.NONE else speculation.max_tokens,
         max_adapters=lora.max_adapters if lora else 0,
         max_rank=lora.max_rank if lora else 0,
+        lora_experts=lora.experts if lora else False,
         on_gpu=on_gpu,
         tensor_parallel_size=runtime.tensor_parallel_size,
     )

@@ -254,6 +254,7 @@ def model_spec(service: InferenceService, revision: Revision) -> ModelSpec:
         max_adapters=lora.max_adapters if lora is not None else 0,
         max_cpu_adapters=lora.max_cpu_adapters if lora is not None else 0,
         max_rank=lora.max_rank if lora is not None else 0,
+        lora_experts=lora.experts if lora is not None else False,
         warm_prompts=tuple(_warm_prompt(one) for one in model.warm_prompts),
     )
 
