@@ -15,11 +15,6 @@ if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
 PROVIDER: Final = "slipway"  # gen_ai.provider.name
-ENV_ENDPOINT: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"  # of replicas: OpenTelemetry's own
-ENV_RATIO: Final = "SLIPWAY_TRACE_RATIO"
-ENV_SLOW_SECONDS: Final = "SLIPWAY_TRACE_SLOW_SECONDS"
-DEFAULT_RATIO: Final = 0.01
-DEFAULT_SLOW_SECONDS: Final = 10.0
 SHUTDOWN_SECONDS: Final = 5.0
 
 

@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from slipway_api import internal_tls, otlp
+from slipway_api import internal_tls, trace_settings
 from slipway_api.listening import ALL_ADDRESSES
 from slipway_api.names import ADMIN_PORT, SERVING_PORT
 from slipway_gateway.batch.limits import BatchLimits
@@ -113,8 +113,8 @@ class GatewaySettings(BaseSettings):
 
     # Traces: the base URL of a collector that takes OTLP over HTTP; empty: none are made (see `tracing`).
     otlp_endpoint: str = ""
-    trace_ratio: float = Field(otlp.DEFAULT_RATIO, ge=0, le=1)
-    trace_slow_seconds: PositiveFloat = otlp.DEFAULT_SLOW_SECONDS
+    trace_ratio: float = Field(trace_settings.DEFAULT_RATIO, ge=0, le=1)
+    trace_slow_seconds: PositiveFloat = trace_settings.DEFAULT_SLOW_SECONDS
 
     # Follow what replicas have in their KV cache (see `kv_feeds`): one connection to each replica.
     kv_events: bool = False

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from slipway_api import otlp
+from slipway_api import trace_settings
 from slipway_api.inference_service import DirectAccess
 from slipway_api.types import BYTES_PATTERN
 from slipway_operator.core.installation import Defaults, Network, NodeCache, PlacementDefaults, PodUser, TraceDefaults
@@ -85,9 +85,11 @@ class OperatorSettings(BaseSettings):
     """JSON with image_pull_secrets, node_selector and tolerations of all pods of services and pools."""
     otlp_endpoint: str = Field("", pattern=r"^(https?://.+)?$", validation_alias="SLIPWAY_OTLP_ENDPOINT")
     """A collector to which replicas export the spans of requests, over OTLP (HTTP); empty: they export none."""
-    trace_ratio: float = Field(otlp.DEFAULT_RATIO, ge=0, le=1, validation_alias=otlp.ENV_RATIO)
+    trace_ratio: float = Field(trace_settings.DEFAULT_RATIO, ge=0, le=1, validation_alias=trace_settings.ENV_RATIO)
     """Share of the traces that are neither sampled, failed nor slow; the gateway's, so that traces are whole."""
-    trace_slow_seconds: float = Field(otlp.DEFAULT_SLOW_SECONDS, gt=0, validation_alias=otlp.ENV_SLOW_SECONDS)
+    trace_slow_seconds: float = Field(
+        trace_settings.DEFAULT_SLOW_SECONDS, gt=0, validation_alias=trace_settings.ENV_SLOW_SECONDS
+    )
     replica_access: ReplicaAccess = Field("direct", validation_alias="SLIPWAY_REPLICA_ACCESS")
     """`proxy` reaches pods through the API server: for an operator that runs outside the cluster."""
     admin_port: int = Field(8080, ge=0, le=65535, validation_alias="SLIPWAY_ADMIN_PORT")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from slipway_api import names, otlp
+from slipway_api import names, trace_settings
 from slipway_api.listening import ALL_ADDRESSES
 from slipway_api.runtime_api import LoadModelRequest, ModelSpec
 from slipway_api.runtime_spec import Pooling, Task
@@ -116,17 +116,19 @@ class TraceSettings:
     """Where the spans of requests are exported to, and which; the names and values of the gateway's settings."""
 
     endpoint: str = ""  # base URL of a collector that takes OTLP over HTTP; empty: off
-    ratio: float = otlp.DEFAULT_RATIO  # share of the traces that are neither sampled, failed nor slow
-    slow_seconds: float = otlp.DEFAULT_SLOW_SECONDS
+    ratio: float = trace_settings.DEFAULT_RATIO  # share of the traces that are neither sampled, failed nor slow
+    slow_seconds: float = trace_settings.DEFAULT_SLOW_SECONDS
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "TraceSettings":
         """Read OpenTelemetry's variable and the gateway's two; raises ValueError where a number is invalid."""
-        endpoint = environment.get(otlp.ENV_ENDPOINT, "").strip()
-        ratio = _number(environment, otlp.ENV_RATIO, otlp.DEFAULT_RATIO)
-        slow_seconds = _number(environment, otlp.ENV_SLOW_SECONDS, otlp.DEFAULT_SLOW_SECONDS)
+        endpoint = environment.get(trace_settings.ENV_ENDPOINT, "").strip()
+        ratio = _number(environment, trace_settings.ENV_RATIO, trace_settings.DEFAULT_RATIO)
+        slow_seconds = _number(environment, trace_settings.ENV_SLOW_SECONDS, trace_settings.DEFAULT_SLOW_SECONDS)
         if not (0 <= ratio <= 1 and slow_seconds > 0):
-            raise ValueError(f"{otlp.ENV_RATIO} is between 0 and 1, and {otlp.ENV_SLOW_SECONDS} above 0")
+            raise ValueError(
+                f"{trace_settings.ENV_RATIO} is between 0 and 1, and {trace_settings.ENV_SLOW_SECONDS} above 0"
+            )
         return cls(endpoint=endpoint, ratio=ratio, slow_seconds=slow_seconds)
 
 

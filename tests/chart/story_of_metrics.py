@@ -17,6 +17,7 @@ import aiohttp
 import yaml
 from aiohttp import web
 from prometheus_client import generate_latest
+from slipway_gateway.tls import Certificate
 
 from slipway_api.admin_token import serving_token, token_digest
 from slipway_gateway.fleet import Fleet
@@ -25,7 +26,6 @@ from slipway_gateway.metrics import Metrics
 from slipway_gateway.picker.endpoints import Endpoint, Service
 from slipway_gateway.settings import GatewaySettings
 from slipway_gateway.tenants import digest_of
-from slipway_gateway.tls import Certificate
 from tests.chart.operator_page import OperatorPage
 from tests.prometheus_server import Target
 from tests.runtime.server.serving import a_replica

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from slipway_api import otlp
+from slipway_api import trace_settings
 from slipway_runtime.messages import FinishReason
 from slipway_runtime.server.generation import Record
 from slipway_runtime.server.tracing import start_tracing
@@ -185,13 +185,14 @@ async def test_a_request_that_waited_too_long_ends_in_the_queue():
 
 @pytest.mark.parametrize("endpoint", ["", "collector:4317"])
 def test_without_a_url_nothing_is_exported_and_the_replica_starts(endpoint: str):
-    settings = TraceSettings.of({otlp.ENV_ENDPOINT: endpoint})
+    settings = TraceSettings.of({trace_settings.ENV_ENDPOINT: endpoint})
 
     assert start_tracing(settings, pod="", namespace="") is None
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [(otlp.ENV_RATIO, "2"), (otlp.ENV_RATIO, "all"), (otlp.ENV_SLOW_SECONDS, "0.0")]
+    ("variable", "value"),
+    [(trace_settings.ENV_RATIO, "2"), (trace_settings.ENV_RATIO, "all"), (trace_settings.ENV_SLOW_SECONDS, "0.0")],
 )
 def test_an_invalid_number_is_refused_by_its_name(variable: str, value: str):
     with pytest.raises(ValueError, match=variable):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from slipway_api import otlp
+from slipway_api import trace_settings
 from slipway_api.inference_service import DirectAccess
 
 
@@ -55,15 +55,15 @@ class TraceDefaults:
 
     endpoint: str
     """Base URL of a collector that takes OTLP over HTTP."""
-    ratio: float = otlp.DEFAULT_RATIO
-    slow_seconds: float = otlp.DEFAULT_SLOW_SECONDS
+    ratio: float = trace_settings.DEFAULT_RATIO
+    slow_seconds: float = trace_settings.DEFAULT_SLOW_SECONDS
 
     def environment(self) -> list[dict[str, Any]]:
         """The variables of a replica's container."""
         values = {
-            otlp.ENV_ENDPOINT: self.endpoint,
-            otlp.ENV_RATIO: f"{self.ratio:g}",
-            otlp.ENV_SLOW_SECONDS: f"{self.slow_seconds:g}",
+            trace_settings.ENV_ENDPOINT: self.endpoint,
+            trace_settings.ENV_RATIO: f"{self.ratio:g}",
+            trace_settings.ENV_SLOW_SECONDS: f"{self.slow_seconds:g}",
         }
         return [{"name": name, "value": value} for name, value in values.items()]
 
