@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import structlog
 
-from slipway_api import otlp
+from slipway_api import otlp, trace_settings
 from slipway_runtime.messages import FinishReason
 from slipway_runtime.server.generation import Record
 from slipway_runtime.settings import TraceSettings
@@ -122,7 +122,7 @@ def start_tracing(settings: TraceSettings, *, pod: str, namespace: str) -> Traci
     if not settings.endpoint:
         return None
     if not settings.endpoint.startswith(("http://", "https://")):
-        remedy = f"set {otlp.ENV_ENDPOINT} to an http(s) URL such as http://otel-collector.observability:4318"
+        remedy = f"set {trace_settings.ENV_ENDPOINT} to an http(s) URL such as http://otel-collector.observability:4318"
         log.warning("no traces are exported", reason="the endpoint is not a URL", remedy=remedy)
         return None
     try:
