@@ -90,13 +90,13 @@ WARM_POOL_COLUMNS = [
 
 ENGINE_COLUMNS = [
     _column("Image", ".spec.image", "Image of the engine; empty: the chart's runtime"),
-    _column("Description", ".spec.description", "What it is for", priority=1),
+    _column("Description", ".spec.description", "Its purpose", priority=1),
     _column("Age", ".metadata.creationTimestamp", "Since creation", type="date"),
 ]
 
 
 SERVICE_TEMPLATE_COLUMNS = [
-    _column("Description", ".spec.description", "What it is for"),
+    _column("Description", ".spec.description", "Its purpose"),
     _column("Age", ".metadata.creationTimestamp", "Since creation", type="date"),
 ]
 

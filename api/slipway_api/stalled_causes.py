@@ -109,7 +109,7 @@ STALLED_CAUSES: Final = {
     Reason.TEMPLATE_NOT_FOUND: Cause(
         "A ServiceTemplate of spec.baseRefs does not exist, or cannot be read; what was inherited stays in force.",
         Helper.AUTHOR,
-        "Correct spec.baseRefs, or create or correct the ServiceTemplate; the message names those that exist.",
+        "Correct spec.baseRefs, or create or correct the ServiceTemplate; the message names the existing ones.",
     ),
     Reason.REVISION_MISSING: Cause(
         "The ControllerRevision of a revision is missing or unreadable: the rollout is held.",

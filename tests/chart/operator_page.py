@@ -1,5 +1,6 @@
 """The `/metrics` of an operator without an API server: its own metrics and decisions, on a simulated cluster."""
 
+from slipway_api.internal_tls import REPLICAS_SECRET
 from slipway_operator.core.service.plan import plan
 from slipway_operator.metrics import OperatorMetrics
 from tests.builders import a_service
@@ -41,6 +42,7 @@ class OperatorPage:
         metrics.prometheus_errors.labels("Timeout").inc()
         metrics.cold_start.labels("load").observe(3)
         metrics.warm_pods.labels("demo", "small", "ready").set(2)
+        metrics.set_certificate("demo", REPLICAS_SECRET, self._world.now)
         self._world.run(2)
         metrics.accounts.set(self._world.service.key, plan(self._world.observed(), self._world.now).accounting)
         return metrics.exposition().decode()

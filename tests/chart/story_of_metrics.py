@@ -17,9 +17,9 @@ import aiohttp
 import yaml
 from aiohttp import web
 from prometheus_client import generate_latest
-from slipway_gateway.tls import Certificate
 
 from slipway_api.admin_token import serving_token, token_digest
+from slipway_api.served_certificate import Certificate
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.gateway import Gateway
 from slipway_gateway.metrics import Metrics

@@ -29,6 +29,7 @@ class Installation(Cluster):
 def a_gateway_pod(name: str, *, ready: bool) -> dict[str, Any]:
     return {
         "metadata": {"name": name, "namespace": "ns", "labels": {"app.kubernetes.io/component": "gateway"}},
+        "spec": {},
         "status": {"conditions": [{"type": "Ready", "status": "True" if ready else "False"}]},
     }
 

@@ -127,7 +127,8 @@ def api(runtime: Server, gateway: Server) -> Iterator[ApiServer]:
                     "name": "tiny-0",
                     "namespace": "static",
                     "annotations": {names.ANNOTATION_ADMIN_NONCE: "n0"},
-                }
+                },
+                "spec": {"containers": []},
             },
             f"/apis/{names.GROUP}/{names.VERSION}/namespaces/static/inferenceservices/tiny": {
                 "status": {

@@ -35,6 +35,8 @@ ON_THE_API_SERVER: tuple[Block, ...] = (
     ("docs/troubleshooting.md", "kubectl describe infsvc chat"),
     ("docs/backup.md", "kubectl get infsvc,lora,wpool,engines "),
     ("docs/quickstart.md", "kubectl delete infsvc cpu"),
+    ("docs/templates.md", "kubectl slipway plan -f examples/three-lines.yaml"),
+    ("docs/templates.md", "kubectl get infsvc -A "),
     ("docs/backup.md", "kubectl apply --server-side -f slipway-objects.json"),
 )
 HELM = "helm upgrade --install slipway "

@@ -8,29 +8,31 @@ from slipway_api import autoscaling, inference_service, inference_status, lora_a
 from slipway_api.rollout_spec import Rollout
 from slipway_api.runtime_spec import Runtime as RuntimeKind
 from slipway_api.slo import SLO
-from slipway_gateway import watch
+from slipway_gateway import kinds as mirrors
 
 # A field that is absent means "as the kind says" in these: the gateway has a word of its own for it.
 ABSENT = {("RoutingSpec", "strategy"), ("RoutingSpec", "request_timeout_seconds"), ("RoutingSpec", "fallback")}
+# Blocks that may come from a template instead.
+ABSENT |= {("ServiceSpec", block) for block in ("drain", "rollout", "slo")}
 ABSENT |= {("Alias", "weight"), ("AdapterSpec", "alias"), ("AdapterSpec", "placement")}
 MIRRORS = {
-    watch.Activation: autoscaling.Activation,
-    watch.ScaleToZero: autoscaling.ScaleToZero,
-    watch.Autoscaling: autoscaling.Autoscaling,
-    watch.RuntimeSpec: RuntimeKind,
-    watch.RolloutSpec: Rollout,
-    watch.DrainSpec: inference_service.Drain,
-    watch.FallbackSpec: inference_service.Fallback,
-    watch.HedgingSpec: inference_service.Hedging,
-    watch.RoutingSpec: inference_service.Routing,
-    watch.SLOSpec: SLO,
-    watch.ServiceSpec: inference_service.InferenceServiceSpec,
-    watch.ServiceStatus: inference_status.InferenceServiceStatus,
-    watch.RevisionStatus: inference_status.RevisionStatus,
-    watch.CanaryStatus: inference_status.CanaryStatus,
-    watch.Alias: lora_adapter.Alias,
-    watch.Placement: lora_adapter.Placement,
-    watch.AdapterSpec: lora_adapter.LoRAAdapterSpec,
+    mirrors.Activation: autoscaling.Activation,
+    mirrors.ScaleToZero: autoscaling.ScaleToZero,
+    mirrors.Autoscaling: autoscaling.Autoscaling,
+    mirrors.RuntimeSpec: RuntimeKind,
+    mirrors.RolloutSpec: Rollout,
+    mirrors.DrainSpec: inference_service.Drain,
+    mirrors.FallbackSpec: inference_service.Fallback,
+    mirrors.HedgingSpec: inference_service.Hedging,
+    mirrors.RoutingSpec: inference_service.Routing,
+    mirrors.SLOSpec: SLO,
+    mirrors.ServiceSpec: inference_service.InferenceServiceSpec,
+    mirrors.ServiceStatus: inference_status.InferenceServiceStatus,
+    mirrors.RevisionStatus: inference_status.RevisionStatus,
+    mirrors.CanaryStatus: inference_status.CanaryStatus,
+    mirrors.Alias: lora_adapter.Alias,
+    mirrors.Placement: lora_adapter.Placement,
+    mirrors.AdapterSpec: lora_adapter.LoRAAdapterSpec,
 }
 
 

@@ -45,7 +45,7 @@ def paged_attention(
     """
     num_tokens, num_heads, head_dim = q.shape
     assert q.stride(2) == 1, "the elements of a query head lie side by side"
-    assert cache.is_contiguous(), "so do those of a head's page"
+    assert cache.is_contiguous(), "a head's page is contiguous only then"
     num_kv_heads = cache.shape[2]
     groups = num_heads // num_kv_heads
     options = shared.extend_tile("ordered", q, cache, plan.block_size)

@@ -57,7 +57,7 @@ def paged_attention(
     assert cache.shape[1] == 2, "a cache of latents, which these kernels would read beyond"
     num_tokens, num_heads, head_dim = q.shape
     assert q.stride(2) == 1, "the elements of a query head lie side by side"
-    assert cache.is_contiguous(), "so do those of a head's page"
+    assert cache.is_contiguous(), "a head's page is contiguous only then"
     out = q.new_empty(num_tokens, num_heads * head_dim)
     if plan.num_decodes:
         _launch_decode(q, cache, plan, scale, window or NO_WINDOW, scoring, out)

@@ -37,7 +37,7 @@ def rope_and_store(
     num_tokens, num_heads, head_dim = qkv.shape
     half = head_dim // 2
     assert qkv.stride(2) == cos.stride(2) == sin.stride(2) == 1, "the elements of a head lie side by side"
-    assert cache.is_contiguous(), "so do those of a head's page"
+    assert cache.is_contiguous(), "a head's page is contiguous only then"
     quantized = kv_pages.is_quantized(cache.dtype)
     q_weight, k_weight, eps = (qkv, qkv, 0.0) if norms is None else norms
     _rope_and_store[(num_tokens, num_heads)](

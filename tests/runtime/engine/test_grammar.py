@@ -134,7 +134,7 @@ def test_a_written_grammar_has_its_limits_inside_of_others_too(wrap, compiler):
 def test_llguidances_own_form_is_no_written_grammar(compiler):
     many = {"type": "object", "properties": {f"p{i}": {} for i in range(2000)}}
     text = json.dumps({"grammars": [{"json_schema": many}]})
-    with pytest.raises(GrammarRefusedError, match=r"neither begins with \{"):
+    with pytest.raises(GrammarRefusedError, match=r"neither starts with \{"):
         compiler.check(Grammar(kind="lark", text=" \n" + text))
 
 

@@ -113,7 +113,7 @@ def test_the_time_to_come_back_is_between_a_second_and_a_minute():
         ((1, 100), {}, "prompt holds a token id outside the vocabulary of 100"),
         ((-1,), {}, "prompt holds a token id outside"),
         ((1,), {"n": 0}, "n is 0"),
-        ((1,), {"n": 2, "output_token_ids": (3,)}, "begun elsewhere"),
+        ((1,), {"n": 2, "output_token_ids": (3,)}, "started elsewhere"),
         ((1,), {"output_token_ids": (100,)}, "output_token_ids holds a token id outside"),
         ((1,), {"stop_token_ids": (100,)}, "stop_token_ids holds a token id outside"),
     ],

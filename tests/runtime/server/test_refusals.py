@@ -190,7 +190,7 @@ async def test_unknown_paths_and_methods_answer_in_the_same_shape(replica: Runni
 
 # What vLLM routes for other models and hosts, beyond the endpoints that are here too.
 VLLM_PATHS = [
-    "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/classify", "/pooling", "/invocations", "/ping",
+    "/classify", "/pooling", "/invocations", "/ping",
     "/v1/audio/transcriptions", "/v1/audio/translations",
 ]  # fmt: skip
 

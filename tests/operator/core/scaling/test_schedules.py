@@ -134,7 +134,7 @@ def test_nothing_starts_between_the_last_start_and_the_next(zone, start, now):
     [
         ({"time_zone": "Mars/Olympus"}, "is not a time zone"),
         ({"time_zone": "Europe"}, "is not a time zone"),
-        ({"start": "0 0 30 2 *"}, "no cron expression that ever starts"),
+        ({"start": "0 0 30 2 *"}, "not a cron expression that ever starts"),
         ({"start": "61 * * * *"}, "should match pattern"),
         ({"start": "@daily"}, "should match pattern"),
     ],
