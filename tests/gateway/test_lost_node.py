@@ -36,9 +36,19 @@ def ip(*words):
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
+def remove_leftovers():
+    """Remove the nodes of test processes that were killed: their links would answer for this one's address."""
+    for line in subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout.splitlines():
+        name = line.split()[0]
+        if name.startswith("lost") and not Path("/proc", name.partition("-")[2]).exists():
+            subprocess.run(["ip", "link", "delete", name], check=False, capture_output=True)
+            ip("netns", "delete", name)
+
+
 @asynccontextmanager
 async def a_node(*ports):
     """A node with a replica on each port; yields a function that loses it."""
+    remove_leftovers()
     name = f"lost{len(ports)}-{os.getpid() % 10**7}"  # of the namespace and of the link to it
     ip("netns", "add", name)
     process = None
