@@ -156,7 +156,8 @@ def test_with_watched_namespaces_the_rights_end_there(apiserver):
     ]
 
     assert sorted(granted) == [
-        (f"slipway-{part}", namespace) for part in ("gateway", "operator") for namespace in ("team-a", "team-b")
+        *((f"slipway-{part}", namespace) for part in ("gateway", "operator") for namespace in ("team-a", "team-b")),
+        ("slipway-operator-internal-tls", "slipway-system"),
     ]
     assert set(of_kind(manifests, "ClusterRole")) == {
         "slipway-operator-nodes",

@@ -33,7 +33,8 @@ def with_routes(apiserver: Access) -> Iterator[Access]:
         pytest.skip(f"the Gateway API's module cannot be fetched: {missing}")
     file = folder / "gateway.networking.k8s.io_httproutes.yaml"
     apiserver.kubectl("apply", "--server-side", "--force-conflicts", "-f", file)
-    apiserver.kubectl("wait", "--for=condition=Established", "-f", file, "--timeout=60s")
+    established = "jsonpath={.status.conditions[?(@.type=='Established')].status}=True"  # also before any condition
+    apiserver.kubectl("wait", f"--for={established}", "-f", file, "--timeout=60s")
     yield apiserver
     apiserver.kubectl("delete", "-f", file, "--wait=false")
 

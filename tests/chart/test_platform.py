@@ -172,11 +172,16 @@ def test_the_operator_of_one_namespace_may_only_release_finalizers_in_another(pl
 def test_the_operator_may_own_pods_that_block_the_deletion_of_their_owner(platform, kind):
     """OwnerReferencesPermissionEnforcement, on in OpenShift and here, asks for the finalizers of the owner."""
     owner = {"apiVersion": "slipway.dev/v1alpha1", "kind": kind, "name": "a", "uid": "0", "blockOwnerDeletion": True}
+    owner["controller"] = True  # the operator's policy (ADR 177) admits only children of Slipway's objects
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {"name": "owned", "namespace": NAMESPACE, "ownerReferences": [owner]},
-        "spec": {"containers": [{"name": "a", "image": "a"}]},
+        "spec": {
+            "automountServiceAccountToken": False,
+            "securityContext": {"runAsNonRoot": True},
+            "containers": [{"name": "a", "image": "a", "securityContext": {"allowPrivilegeEscalation": False}}],
+        },
     }
     allowed = f"--as={ACCOUNT}operator"
     platform.kubectl("create", "role", f"pods-{kind.lower()}", "--verb=create", "--resource=pods", "-n", NAMESPACE)

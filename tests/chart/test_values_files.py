@@ -28,6 +28,7 @@ ENABLED = {
         "batch": {"existingClaim": "files"},
         "tracing": {"otlpEndpoint": "http://collector:4318"},
     },
+    "ingress": {"enabled": True, "hosts": ["llm.example.com"], "controller": "nginx"},
 }
 
 
