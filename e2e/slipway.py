@@ -116,8 +116,18 @@ class Slipway:
         pod = {
             "apiVersion": "v1",
             "kind": "Pod",
-            "metadata": {"generateName": "probe-", "ownerReferences": [owner | {"blockOwnerDeletion": True}]},
-            "spec": {"containers": [{"name": "probe", "image": "probe"}]},
+            "metadata": {
+                "generateName": "probe-",
+                "ownerReferences": [owner | {"blockOwnerDeletion": True, "controller": True}],
+            },
+            # As the policies of the chart demand of the operator's pods.
+            "spec": {
+                "automountServiceAccountToken": False,
+                "securityContext": {"runAsNonRoot": True},
+                "containers": [
+                    {"name": "probe", "image": "probe", "securityContext": {"allowPrivilegeEscalation": False}}
+                ],
+            },
         }
         account = f"--as=system:serviceaccount:{RELEASE_NAMESPACE}:slipway-operator"
         where = f"--namespace={USER_NAMESPACE}"
