@@ -340,7 +340,7 @@ class InferenceService(Struct):
 
     @property
     def paused_by(self) -> str:
-        """What a person has paused the rollouts with; empty: they are not paused."""
+        """The field or annotation by which a person has paused the rollouts; empty if they are not paused."""
         if self.spec.rollout.paused:
             return "spec.rollout.paused"
         is_marked = self.metadata.annotations.get(ANNOTATION_PAUSE) == "true"

@@ -26,7 +26,7 @@ def start_exporter(endpoint: str, service: str, resource: Mapping[str, str]) -> 
     """A provider whose ended spans are exported from a thread, through a bounded queue.
 
     endpoint: the collector's base URL, without /v1/traces.
-    service: `service.name` of the spans; `resource` has further attributes, of which empty ones are left out.
+    service: `service.name` of the spans; `resource` has further attributes; empty ones are left out.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

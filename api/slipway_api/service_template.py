@@ -24,7 +24,7 @@ class ServiceTemplateSpec(Struct):
     """Blocks that services inherit: each is the field of the same name below spec of an InferenceService."""
 
     description: str = Field(default="", max_length=256)
-    """What the template is for."""
+    """The purpose of the template."""
     resources: Resources | None = None
     """Resources that one replica requests on its node."""
     template: Template | None = None

@@ -31,7 +31,7 @@ class MergedRule:
     """A rule over blocks that a service may inherit."""
 
     rule: Rule
-    """For a service that leaves none of `blocks` to a template."""
+    """For a service that inherits none of `blocks` from a template."""
     blocks: tuple[str, ...]
     """The inheritable blocks that the rule reads."""
     holds: "Callable[[InferenceServiceSpec], bool]"

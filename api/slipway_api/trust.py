@@ -1,6 +1,6 @@
 """The certificate authorities by which gateway and operator verify replicas and each other, as a context for clients.
 
-Fails closed: without a trusted certificate there is no context, and a port that speaks TLS cannot be called.
+Fails closed: without a trusted certificate no context is made, and ports that serve TLS cannot be called.
 """
 
 import ssl
@@ -17,7 +17,7 @@ CHECK_SECONDS: Final = 1.0
 
 
 class NoTrustError(OSError):
-    """There is no trusted authority, so no certificate can be verified; the message names what is missing."""
+    """No authority is trusted, so no certificate can be verified; the message has the reason."""
 
 
 class Trust:
