@@ -138,6 +138,7 @@ class Console:
                 {"type": one.type, "status": one.status, "reason": one.reason, "message": one.message}
                 for one in status.conditions
             ]
+            body["templates"] = [{"name": one.name, "blocks": list(one.blocks)} for one in status.templates]
             body["recommended"] = autoscaling.get("recommendedReplicas")
             body["signals"] = autoscaling.get("signals") or []
             body["decisions"] = autoscaling.get("history") or []

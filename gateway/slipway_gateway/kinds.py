@@ -153,6 +153,13 @@ class ServiceSpec(Blocks, frozen=True, gc=False):
     base_refs: tuple[Slim, ...] = ()
 
 
+class TemplateStatus(Slim, frozen=True, gc=False):
+    """A ServiceTemplate and the blocks that the service inherits from it, for the console."""
+
+    name: str = ""
+    blocks: tuple[str, ...] = ()
+
+
 class ServiceStatus(Slim, frozen=True, gc=False):
     """The operator's status of a service."""
 
@@ -165,6 +172,7 @@ class ServiceStatus(Slim, frozen=True, gc=False):
     canary: CanaryStatus = CanaryStatus()
     autoscaling: dict[str, Any] | None = None  # for the console
     observed_generation: int = 0
+    templates: tuple[TemplateStatus, ...] = ()
     inherited: Blocks | None = None  # what the operator last applied of the templates of spec.baseRefs
     revisions: tuple[RevisionStatus, ...] = ()
 

@@ -14,7 +14,14 @@ from slipway_api import names
 from slipway_gateway.console import FILES, PATH_CHAT, PATH_CONSOLE, PATH_DATA, _events
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.gateway import Gateway
-from slipway_gateway.kinds import CanaryStatus, ConditionFacts, InferenceService, RevisionStatus, ServiceStatus
+from slipway_gateway.kinds import (
+    CanaryStatus,
+    ConditionFacts,
+    InferenceService,
+    RevisionStatus,
+    ServiceStatus,
+    TemplateStatus,
+)
 from slipway_gateway.picker.endpoints import Adapter, Endpoint, Service
 from slipway_gateway.settings import GatewaySettings
 from slipway_kube.objects import Metadata, Pod
@@ -54,6 +61,7 @@ def a_status() -> ServiceStatus:
         current_revision="r1",
         update_revision="r2",
         revisions=(RevisionStatus("r1", 90), RevisionStatus("r2", 10)),
+        templates=(TemplateStatus("gold", ("drain", "slo")), TemplateStatus("unused")),
         canary=CanaryStatus("Passed", step=1, weight=10, metrics=(METRIC,)),
         conditions=(ConditionFacts("Ready", "False", "Unavailable", f"2 of 3 ready {HOSTILE}", moment),),
         autoscaling={
@@ -144,6 +152,7 @@ async def test_the_data_has_services_rollout_decisions_adapters_and_pools():
             ("r1", 90, "stable"), ("r2", 10, "new"),
         ]  # fmt: skip
         assert service["decisions"][0]["to"] == 3
+        assert service["templates"][0] == {"name": "gold", "blocks": ["drain", "slo"]}
         assert data["pools"] == [{"pool": "team/warm", "pods": {"warm": 1}}]
         assert data["adapters"][0]["adapter"] == "team/sailor"
         assert {one["event"] for one in data["events"]} == {"Ready=False", "Scaled"}
@@ -176,6 +185,8 @@ async def test_the_console_in_a_browser(tmp_path):
             services = await page.run("document.getElementById('service-list').textContent")
             assert "team/chat: 2 ready, 3 desired" in services
             assert "Rollout: step 1, 10 % of the traffic" in services
+            assert "Inherits drain, slo from gold" in services
+            assert "unused" not in services
             assert "TTFTP95 Passed (new 0.31, stable 0.30)" in services
             assert HOSTILE in services
             assert HOSTILE in await page.run("document.getElementById('adapters').textContent")

@@ -5,6 +5,7 @@ import pytest
 from slipway_api.runtime_api import Signals
 from slipway_gateway.load_reports import FRESH_SECONDS, LOAD_FORMAT, LoadReports, parse_report
 from slipway_gateway.picker.scorers import ReplicaLoad
+from slipway_runtime.server import middleware
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,6 @@ def test_a_report_is_read_or_ignored(text, expected):
 
 @pytest.mark.capability("RG-3")
 def test_our_runtimes_report_is_understood():
-    middleware = pytest.importorskip("slipway_runtime.server.middleware")
     fields = {name: 0 for name, field in Signals.model_fields.items() if field.is_required()}
     signals = Signals.model_construct(**fields | {"kv_usage": 0.25, "running": 5, "waiting": 2})
 

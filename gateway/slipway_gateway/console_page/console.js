@@ -77,6 +77,8 @@ function service(one) {
   const wide = make("div", undefined, "scroll");
   wide.append(table);
   card.append(wide);
+  const inherited = (one.templates || []).filter((t) => t.blocks.length).map((t) => `${t.blocks.join(", ")} from ${t.name}`);
+  if (inherited.length) card.append(make("p", `Inherits ${inherited.join(" · ")}`));
   if (one.rollout && (one.rollout.isRunning || one.rollout.failed)) {
     const r = one.rollout, parts = [];
     if (r.isRunning) parts.push(`Rollout: step ${r.step}, ${r.weight} % of the traffic`);

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -140,7 +141,6 @@ def test_two_ranks_with_adapters_of_experts_and_of_merged_projections(form, tmp_
 
 @pytest.mark.capability("ML-11")
 def test_peft_itself_writes_adapters_of_experts_that_give_its_text(tmp_path):
-    peft = pytest.importorskip("peft")
     kind, shape = SPARSE["qwen3_moe"]
     model = a_checkpoint(tmp_path / "model", kind, **shape)
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
