@@ -6,6 +6,7 @@ from typing import Any, Final
 from slipway_api.conditions import PENDING
 
 Schema = dict[str, Any]
+_HEAD: Final = ("| field | type | default | meaning |", "|---|---|---|---|")
 _PENDING: Final = (
     f"The API server gives a new object a Ready condition of its own: {PENDING['status']}, {PENDING['reason']}, "
     f'"{PENDING["message"]}". It stays until the operator has seen the object.'
@@ -13,7 +14,7 @@ _PENDING: Final = (
 
 
 def reference_page(crd: Schema) -> str:
-    """A Markdown page with one table for spec and one for status."""
+    """A Markdown page: a table of the fields of spec and of status, and a section for each of them that has fields."""
     names = crd["spec"]["names"]
     version = crd["spec"]["versions"][0]
     schema = version["schema"]["openAPIV3Schema"]
@@ -30,14 +31,28 @@ def reference_page(crd: Schema) -> str:
     for part in ("spec", "status"):
         if part not in schema["properties"]:
             continue
-        lines += [f"## {part}", "", "| field | type | default | meaning |", "|---|---|---|---|"]
-        lines += [_row(*field) for field in _fields(part, schema["properties"][part])]
-        lines += [""]
+        lines += [f"## {part}", "", *_tables(part, schema["properties"][part])]
     if "status" in schema["properties"]:
         lines += [_PENDING, ""]
     lines += ["## Rules that the API server checks", ""]
     lines += [f"- `{path}`: {message}" for path, message in _rules("spec", schema["properties"]["spec"])]
     return "\n".join([*lines, ""])
+
+
+def _tables(part: str, schema: Schema) -> Iterator[str]:
+    """The fields of the part itself, each with a link to its section; then the sections."""
+    sections: dict[str, list[str]] = {}
+    yield from _HEAD
+    for path, field, is_required in _fields(part, schema):
+        top = ".".join(path.removesuffix("[]").split(".")[:2]).removesuffix("[]")
+        if path == top:
+            has_section = any(_fields(path, field.get("items", field)))
+            yield _row(path, field, is_required, link=f"#{path.replace('.', '').lower()}" if has_section else "")
+        else:
+            sections.setdefault(top, []).append(_row(path, field, is_required))
+    yield ""
+    for top, rows in sections.items():
+        yield from (f"### {top}", "", *_HEAD, *rows, "")
 
 
 def _fields(path: str, schema: Schema) -> Iterator[tuple[str, Schema, bool]]:
@@ -64,10 +79,11 @@ def _rules(path: str, schema: Schema) -> Iterator[tuple[str, str]]:
             yield from _rules(f"{path}.{name}", child)
 
 
-def _row(path: str, schema: Schema, is_required: bool) -> str:
+def _row(path: str, schema: Schema, is_required: bool, link: str = "") -> str:
     default = "required" if is_required else _literal(schema.get("default"))
     meaning = schema.get("description", "").replace("|", "\\|").replace("\n", " ")
-    return f"| `{path}` | {_type(schema)} | {default} | {meaning} |"
+    name = f"[`{path}`]({link})" if link else f"`{path}`"
+    return f"| {name} | {_type(schema)} | {default} | {meaning} |"
 
 
 def _literal(value: Any) -> str:
