@@ -5,17 +5,20 @@ The manager looks into the process's own cache (TRITON_CACHE_DIR) first, then in
 there is copied into the own cache, and only that copy, of bytes whose seal was checked, is ever loaded.
 """
 
+# Triton has no types.
+# mypy: disable-error-code="import-untyped,misc"
+
 import platform
 import sys
 from pathlib import Path
 from typing import ClassVar, Final
 
-import slipway_api
 import torch
 import triton
 from triton import knobs
 from triton.runtime.cache import FileCacheManager
 
+import slipway_api
 from slipway_runtime.storage.kernel_store import KernelStore
 
 # Of a kernel, what a GPU executes, and its launch parameters. Intermediate texts of the compiler are not shared.
