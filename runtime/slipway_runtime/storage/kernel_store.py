@@ -32,7 +32,7 @@ log = structlog.get_logger()
 
 FOLDER: Final = "kernels"
 LIMIT_BYTES: Final = 1 << 30  # of all services of a namespace on a node; a kernel takes some tens of KB
-LARGEST_BYTES: Final = 64 << 20  # of one file; larger ones are neither read nor written
+LARGEST_BYTES: Final = 16 << 20  # of one file; larger ones are neither used nor written
 SEAL_BYTES: Final = hashlib.sha256().digest_size
 LOOK_BYTES: Final = LIMIT_BYTES // 16  # after so many written bytes the folder is measured again: others write too
 ABANDONED_SECONDS: Final = 3600.0  # a file that is not complete after so long belongs to a process that has ended
@@ -79,10 +79,12 @@ class KernelStore:
         if fault:
             self.counts.refused += 1
             log.warning(
-                "a compiled kernel in the model cache is not used and is compiled anew",
+                "deleted a compiled kernel from the model cache, which is compiled anew",
                 reason=fault,
                 path=str(self._folder / kernel),
             )
+            with contextlib.suppress(OSError):
+                (self._folder / kernel).unlink()  # its size would count against the limit
         if body is None:
             return None
         self.counts.shared += 1
@@ -175,12 +177,9 @@ def _read(path: Path) -> bytes:
     """The content of a regular file. Neither follows a link nor waits for the writer of a pipe."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(handle, "rb") as file:
-        about = os.fstat(handle)
-        if not stat.S_ISREG(about.st_mode):
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError("it is not a file")
-        if about.st_size > LARGEST_BYTES:
-            raise OSError(f"it has {about.st_size} bytes, and a compiled kernel at most {LARGEST_BYTES}")
-        return file.read(LARGEST_BYTES)
+        return file.read(LARGEST_BYTES)  # the rest of a larger one is missing from its seal
 
 
 def _folders(folder: Path) -> list[Path]:

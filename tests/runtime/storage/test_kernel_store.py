@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from slipway_runtime.storage.kernel_store import ABANDONED_SECONDS, LARGEST_BYTES, KernelStore
+from slipway_runtime.storage.kernel_store import ABANDONED_SECONDS, KernelStore
 
 FILES = {"_norm.cubin": b"\x7fELF" + bytes(1000), "_norm.json": b"{}"}
 NOBODY = 65534
@@ -89,8 +89,9 @@ def _pipe(path: Path) -> None:
 
 
 def _huge(path: Path) -> None:
+    """More than fits in memory; it takes no room on the disk."""
     _replace(path, b"")
-    os.truncate(path, LARGEST_BYTES + 1)
+    os.truncate(path, 1 << 42)
 
 
 def _of_another_kernel(path: Path) -> None:
@@ -98,15 +99,15 @@ def _of_another_kernel(path: Path) -> None:
 
 
 def _of_another_key(path: Path) -> None:
-    root = path.parents[2]
-    a_store(root, b"foreign").save("FOREIGN", FILES)
-    _replace(path, entry(root, "FOREIGN").read_bytes())
+    root = path.parents[3] / "foreign"
+    a_store(root, b"foreign").save("KERNEL", FILES)
+    _replace(path, entry(root).read_bytes())
 
 
 def _of_another_toolchain(path: Path) -> None:
-    root = path.parents[2]
-    a_store(root, toolchain="triton 3.8.0").save("OLDER", FILES)
-    _replace(path, entry(root, "OLDER").read_bytes())
+    root = path.parents[3] / "older"
+    a_store(root, toolchain="triton 3.8.0").save("KERNEL", FILES)
+    _replace(path, entry(root).read_bytes())
 
 
 @pytest.mark.capability("ST-10")
@@ -131,7 +132,8 @@ def test_what_does_not_verify_is_refused_counted_and_written_anew(tmp_path: Path
     first = a_store(root)
     first.save("KERNEL", FILES)
     first.save("OTHER", {"_other.cubin": b"other code"})
-    tamper(entry(root))
+    path = entry(root)
+    tamper(path)
     second = a_store(root)
 
     with capture_logs() as lines:
@@ -139,9 +141,25 @@ def test_what_does_not_verify_is_refused_counted_and_written_anew(tmp_path: Path
 
     assert second.counts.refused == 1
     (warning,) = [line for line in lines if line["log_level"] == "warning"]
-    assert warning["path"] == str(entry(root))
+    assert warning["path"] == str(path)
+    assert not path.is_symlink()
+    assert not path.exists()
     second.save("KERNEL", FILES)
     assert a_store(root).load("KERNEL") == FILES
+
+
+@pytest.mark.capability("ST-10")
+def test_a_pipe_that_has_a_writer_is_refused(tmp_path: Path):
+    store = a_store(tmp_path / "kernels")
+    store.save("KERNEL", FILES)
+    path = entry(tmp_path / "kernels")
+    _pipe(path)
+    writer = os.open(path, os.O_RDWR)
+    try:
+        assert store.load("KERNEL") is None
+    finally:
+        os.close(writer)
+    assert store.counts.refused == 1
 
 
 @pytest.mark.capability("ST-10")
