@@ -122,7 +122,7 @@ class KernelStore:
         """The content of a stored kernel; or None, and why it must not be used, empty if there is none."""
         try:
             sealed = _read(self._folder / kernel)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
             return None, ""
         except OSError as error:
             return None, error.strerror or str(error)

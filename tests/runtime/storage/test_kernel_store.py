@@ -199,6 +199,22 @@ def test_a_read_only_folder_is_read_and_not_written(tmp_path: Path):
 
 
 @pytest.mark.capability("ST-10")
+def test_a_folder_that_belongs_to_another_user_is_a_warning_and_no_forgery(tmp_path: Path):
+    root = tmp_path / "kernels"
+    a_store(root).save("KERNEL", FILES)
+    for folder in (*tmp_path.parents[:2], tmp_path):
+        folder.chmod(0o755)
+    root.chmod(0o000)
+    with without_rights():
+        store = KernelStore(root, b"a key", "triton 3.9.0")
+        assert store.load("KERNEL") is None
+    root.chmod(0o755)
+
+    assert store.fault == "Permission denied"
+    assert store.counts.refused == 0
+
+
+@pytest.mark.capability("ST-10")
 @pytest.mark.parametrize("root", ["nothing/kernels", "file/kernels", "link"])
 def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path, root: str):
     (tmp_path / "file").write_text("")
@@ -209,6 +225,7 @@ def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path, root: str):
 
     assert store.fault
     assert store.load("KERNEL") is None
+    assert store.counts.refused == 0, "nobody changed a kernel"
     store.save("KERNEL", FILES)
     assert not list((tmp_path / "elsewhere").iterdir())
 
