@@ -119,6 +119,7 @@ def settle_service(fleet: Fleet, name: str, attached: Sequence[AttachedAdapter] 
             defaults=DEFAULTS,
             token_digests=fleet.masters.digests,
             serving_digests=fleet.gateway_keys.digests,
+            kernels_key=fleet.masters.kernels_key,
             nonce_seed=b"of the benchmark",
             adapters=tuple(attached),
         )

@@ -246,6 +246,7 @@ def seen(
         defaults=DEFAULTS,
         token_digests=digests,
         serving_digests=serving_digests,
+        kernels_key=kernels_key,
         nonce_seed=b"a seed for tests",
         recommendations=recommendations,
         taken_names=taken_names,
@@ -267,6 +268,11 @@ def digests(namespace: str, pod: str, nonce: str) -> tuple[str, ...]:
 def serving_digests(namespace: str, service: str) -> tuple[str, ...]:
     """What a pod would know of the serving tokens of its service."""
     return (f"digest-of-{namespace}/{service}",)
+
+
+def kernels_key(namespace: str, service: str) -> str:
+    """A key that names its service."""
+    return f"kernels-of-{namespace}/{service}"
 
 
 def an_attached_adapter(name: str, **facts: Any) -> AttachedAdapter:

@@ -1,11 +1,13 @@
-"""Derives the tokens of a pod's two ports from keys that never enter a user's namespace.
+"""Derives the tokens of a pod's two ports, and the key of its kernels, from keys that never enter a user's namespace.
 
-The pod holds only the SHA-256 of each token, so reading its spec opens neither port.
+The pod holds only the SHA-256 of each token, so reading its spec opens neither port. It holds the key of its kernels as
+it is: the key opens nothing, and is of use only to who can also write to the folder of the kernels (ADR 158).
 
 | port    | token                             | derived from the | held by               |
 |---------|-----------------------------------|------------------|-----------------------|
 | admin   | HMAC(key, namespace/pod/nonce)    | admin master     | operator              |
 | serving | HMAC(key, namespace/service)      | gateway key      | operator and gateway  |
+| none    | HMAC(key, namespace/service)      | admin master     | operator and replicas |
 """
 
 import hashlib
@@ -25,6 +27,14 @@ def admin_token(master: bytes, namespace: str, pod: str, nonce: str = "") -> str
 def serving_token(gateway_key: bytes, namespace: str, service: str) -> str:
     """The hex token that the serving port of the replicas of `namespace/service` accepts from a gateway."""
     return _derive(gateway_key, f"serving:{namespace}/{service}")
+
+
+def kernels_key(master: bytes, namespace: str, service: str) -> str:
+    """The hex key by which the replicas of `namespace/service` seal the compiled kernels that they share on a node.
+
+    No namespace has a colon in it, so this is never the admin token of a pod.
+    """
+    return _derive(master, f"kernels:{namespace}/{service}")
 
 
 def token_digest(token: str) -> str:

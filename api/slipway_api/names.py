@@ -159,6 +159,8 @@ PVC_DIRECTORY: Final = "/mnt/slipway/pvc"  # where the claim of a pvc:// model i
 IMAGE_DIRECTORY: Final = "/mnt/slipway/image"  # where the image of an oci:// model is mounted, read-only
 MODEL_CACHE_DIRECTORY: Final = "/mnt/slipway/models"  # where the cache that pods share is mounted
 CA_DIRECTORY: Final = "/etc/slipway/ca"  # where the ConfigMap of spec.model.network.caBundleRef is mounted
+# Set in pods with GPUs that mount it: the key by which compiled kernels in it are sealed, one for each service.
+ENV_KERNELS_KEY: Final = "SLIPWAY_KERNELS_KEY"
 # Set in pods that bring a model to a node: the address of its tokenizer, or empty.
 ENV_PRE_PULL_TOKENIZER: Final = "SLIPWAY_PRE_PULL_TOKENIZER"
 ADAPTERS_DIRECTORY: Final = "/etc/slipway/adapters"  # where the ConfigMap <service>-adapters is mounted, read-only

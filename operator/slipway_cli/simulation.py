@@ -219,6 +219,7 @@ class _Simulation:
             defaults=Defaults(runtime_image="simulated", gateway_url="http://gateway"),
             token_digests=lambda _namespace, _pod, _nonce: (),
             serving_digests=lambda _namespace, _service: (),
+            kernels_key=lambda _namespace, _service: "",
             nonce_seed=b"simulated",
             asking_since=START - timedelta(hours=1),
             **self._memory,

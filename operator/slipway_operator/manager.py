@@ -203,6 +203,7 @@ class Manager:
             defaults=installation_defaults(settings),
             token_digests=masters.digests,
             serving_digests=gateway_keys.digests,
+            kernels_key=masters.kernels_key,
             random_bytes=secrets.token_bytes,
             asking_since=lambda: self._scraper.asking_since,
             metrics=metrics,

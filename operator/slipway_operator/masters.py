@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from slipway_api.admin_token import admin_token, serving_token, token_digest
+from slipway_api.admin_token import admin_token, kernels_key, serving_token, token_digest
 from slipway_api.mounted_key import MissingKey, MountedKey
 
 LOOK_SECONDS: Final = 10.0  # between two looks at the mounted key
@@ -33,6 +33,10 @@ class Masters:
     def digests(self, namespace: str, pod: str, nonce: str) -> tuple[str, ...]:
         """The digests of all admin tokens that a new pod shall accept."""
         return tuple(token_digest(token) for token in self.tokens(namespace, pod, nonce))
+
+    def kernels_key(self, namespace: str, service: str) -> str:
+        """The key of the service's compiled kernels, from the current master."""
+        return kernels_key(self.read()[0], namespace, service)
 
 
 class GatewayKeys:

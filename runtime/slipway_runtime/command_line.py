@@ -317,6 +317,7 @@ def _process_settings(arguments: argparse.Namespace, environment: Mapping[str, s
         gateway_token_digests=tuple(
             d.strip() for d in environment.get(names.ENV_GATEWAY_TOKEN_SHA256, "").split(",") if d.strip()
         ),
+        kernels_key=environment.get(names.ENV_KERNELS_KEY, ""),
         pod=environment.get("POD_NAME", ""),
         namespace=environment.get("POD_NAMESPACE", ""),
     )

@@ -26,6 +26,7 @@ from slipway_runtime.messages import Loading, WarmingUp
 from slipway_runtime.server.tokenizer import TokenizerFiles, load_tokenizer
 from slipway_runtime.settings import RuntimeSettings
 from slipway_runtime.storage.fetch import check_digest, fetch
+from slipway_runtime.storage.kernel_store import FOLDER as KERNELS_FOLDER
 
 _CPUINFO = Path("/proc/cpuinfo")
 SPARE_FROM = 4  # threads; from this number on, one is left to HTTP and scheduling
@@ -182,6 +183,8 @@ def engine_options(settings: RuntimeSettings, fetched: Fetched) -> EngineOptions
         tenant_weights=dict(settings.tenant_weights),
         kv_events_endpoint=settings.kv_events_endpoint,
         kv_events_topic=settings.kv_events_topic,
+        kernels_directory=str(settings.cache_directory / KERNELS_FOLDER),
+        kernels_key=settings.kernels_key,
     )
 
 

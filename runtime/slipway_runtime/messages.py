@@ -188,6 +188,9 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     is_matryoshka: bool = False  # embeddings may be cut to fewer dimensions
     matryoshka_dimensions: tuple[int, ...] = ()  # to these only; empty: to any
     graphs_failed: str = ""  # a sentence: why the capture of CUDA graphs failed; empty: it did not
+    kernels_compiled: int = 0  # at the start, of rank 0; 0 for all three if kernels are not shared
+    kernels_shared: int = 0  # read from the folder of the node instead
+    kernels_refused: int = 0  # found there and compiled anew, because they did not verify
 
 
 ADAPTERS_MAY_TAKE: Final = "all adapters together may take"  # in the error of one that is too large by itself

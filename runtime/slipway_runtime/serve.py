@@ -274,6 +274,13 @@ async def _make_ready(
     )
     for warning in facts.warnings:
         log.warning("model warning", reason=warning)
+    if facts.kernels_compiled or facts.kernels_shared:
+        log.info(
+            "kernels at start",
+            compiled=facts.kernels_compiled,
+            shared=facts.kernels_shared,
+            refused=facts.kernels_refused,
+        )
     if facts.graphs_failed:
         log.warning("CUDA graphs disabled", reason=facts.graphs_failed)
     replica.ready_with(model, times)

@@ -208,6 +208,7 @@ class RuntimeSettings:
     admin_token_digests: tuple[str, ...] = ()  # empty: the admin port listens on localhost only
     serving_token_digests: tuple[str, ...] = ()  # empty: the serving port requires no token
     gateway_token_digests: tuple[str, ...] = ()  # of an open port: whoever shows one is believed its internal headers
+    kernels_key: str = field(default="", repr=False)  # of compiled kernels in the cache; empty: they are not shared
     tls_directory: Path | None = None  # None: both ports speak plain text
     pod: str = ""
     namespace: str = ""

@@ -1,6 +1,8 @@
 """Tokens of a pod's admin port and serving port: which one opens what."""
 
-from slipway_api.admin_token import admin_token, serving_token, token_digest, token_matches
+import pytest
+
+from slipway_api.admin_token import admin_token, kernels_key, serving_token, token_digest, token_matches
 
 CHAT = ("default", "chat-abcde-0-0", "d00d")
 
@@ -55,3 +57,17 @@ def test_a_serving_token_is_of_one_service_and_never_an_admin_token():
     }
 
     assert len(tokens) == 5
+
+
+@pytest.mark.capability("ST-10", "SE-3")
+def test_a_key_of_kernels_is_of_one_service_and_never_a_token():
+    keys = {
+        kernels_key(b"master", "team", "chat"),
+        kernels_key(b"master", "team", "other"),
+        kernels_key(b"master", "other", "chat"),
+        kernels_key(b"another master", "team", "chat"),
+        admin_token(b"master", "team", "chat"),
+        serving_token(b"master", "team", "chat"),
+    }
+
+    assert len(keys) == 6

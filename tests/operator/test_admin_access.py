@@ -1,13 +1,15 @@
 """To whom the operator shows admin tokens: the pods that a service owns, each by its own nonce."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from slipway_api import names
+from slipway_api.admin_token import kernels_key
 from slipway_kube.resources import NETWORK_POLICIES, PODS
 from slipway_operator.replica_client import Address
-from tests.operator.simulated_cluster import NAMESPACE, SimulatedCluster, simulated_cluster
+from tests.operator.simulated_cluster import MASTER, NAMESPACE, SimulatedCluster, simulated_cluster
 from tests.operator.virtual_time import run_in_virtual_time
 
 
@@ -73,6 +75,27 @@ def test_every_pod_has_a_nonce_of_its_own_and_answers_to_its_token(tmp_path):
             assert [runtime.drained_with != [] for runtime in cluster.runtimes.values()] == [True] * 3
 
     run_in_virtual_time(story())
+
+
+@pytest.mark.capability("ST-10")
+def test_replicas_of_a_service_have_its_key_of_kernels_and_those_of_another_have_another(tmp_path):
+    async def story() -> None:
+        async with simulated_cluster(tmp_path) as cluster:
+            for name in ("chat", "code"):
+                model = {"uri": "hf://org/model@1", "cache": {"policy": "Shared", "claimName": "models"}}
+                cluster.apply(name, replicas=2, model=model, resources={"gpu": {"count": 1}})
+            cluster.start_operator()
+            await cluster.until(lambda: len(cluster.pods("chat") + cluster.pods("code")) == 4, "four pods")
+
+            found = {name: {_key_of_kernels(pod) for pod in cluster.pods(name)} for name in ("chat", "code")}
+            assert found == {name: {kernels_key(MASTER, NAMESPACE, name)} for name in ("chat", "code")}
+
+    run_in_virtual_time(story())
+
+
+def _key_of_kernels(pod: Mapping[str, Any]) -> str | None:
+    (server,) = pod["spec"]["containers"]
+    return next((one["value"] for one in server["env"] if one["name"] == names.ENV_KERNELS_KEY), None)
 
 
 @pytest.mark.capability("SE-2")

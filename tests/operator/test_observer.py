@@ -253,6 +253,7 @@ def test_a_snapshot_holds_the_service_its_replicas_their_nodes_and_samples():
             defaults=Defaults(runtime_image="runtime:1", gateway_url="http://gateway"),
             token_digests=lambda namespace, name, nonce: (f"{namespace}/{name}/{nonce}",),
             serving_digests=lambda namespace, service: (f"{namespace}/{service}",),
+            kernels_key=lambda namespace, service: f"{namespace}/{service}",
             random_bytes=bytes,
             asking_since=lambda: at("2026-01-01T00:00:00+00:00"),
             metrics=OperatorMetrics(),

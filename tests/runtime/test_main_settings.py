@@ -4,11 +4,15 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from slipway_runtime.command_line import parse_arguments, serve_settings
+from slipway_runtime.loading import Fetched, engine_options
 from slipway_runtime.serve import queue_limits
+from slipway_runtime.server.tokenizer import TokenizerFiles
 from slipway_runtime.settings import BootAdapter, RuntimeSettings, SamplingDefaults
 
 OPERATORS = {
@@ -145,6 +149,18 @@ def test_without_a_token_the_admin_port_is_for_this_machine_only():
     with_token = settings_of(SLIPWAY_ADMIN_TOKEN_SHA256="aa, bb,")
     assert with_token.admin_token_digests == ("aa", "bb")
     assert with_token.admin_host == "::"
+
+
+@pytest.mark.capability("ST-10")
+def test_compiled_kernels_are_shared_in_the_cache_if_the_pod_has_a_key():
+    """The key is in no log: neither of the settings nor of a failed assertion about them."""
+    settings = settings_of(SLIPWAY_KERNELS_KEY="0a1b", SLIPWAY_CACHE_DIR="/mnt/slipway/models")
+    tokenizer = SimpleNamespace(special_tokens={}, tokenizer=None)
+    options = engine_options(settings, Fetched(Path("m"), Path("m"), cast(TokenizerFiles, tokenizer), 0.0))
+
+    assert (options.kernels_key, options.kernels_directory) == ("0a1b", "/mnt/slipway/models/kernels")
+    assert "0a1b" not in repr(settings)
+    assert settings_of().kernels_key == ""
 
 
 def test_the_name_of_a_hub_model_is_that_of_its_repository():

@@ -33,6 +33,9 @@ TokenDigests = Callable[[str, str, str], tuple[str, ...]]
 ServingDigests = Callable[[str, str], tuple[str, ...]]
 """(namespace, service) -> the SHA-256 digests of the serving tokens that its pods shall accept, one per key."""
 
+KernelsKeys = Callable[[str, str], str]
+"""(namespace, service) -> the key by which its replicas seal the compiled kernels that they share on a node."""
+
 
 class FailedAdapter(NamedTuple):
     """An adapter that a replica could not load."""
@@ -377,6 +380,7 @@ class Observed:
     defaults: Defaults
     token_digests: TokenDigests
     serving_digests: ServingDigests
+    kernels_key: KernelsKeys
     nonce_seed: bytes
     """Random bytes of this pass, from which the core derives nonces."""
 

@@ -46,6 +46,7 @@ from slipway_operator.core.observed import (
     Demand,
     GatewayCount,
     HubAnswer,
+    KernelsKeys,
     OutcomesSince,
     Sample,
     ServiceOutcomes,
@@ -445,6 +446,7 @@ class Inputs:
     tls_is_settled: Callable[[], bool] = lambda: True
     token_digests: TokenDigests
     serving_digests: ServingDigests
+    kernels_key: KernelsKeys
     random_bytes: Callable[[int], bytes]
     asking_since: Callable[[], datetime]
     metrics: OperatorMetrics

@@ -158,6 +158,7 @@ class InferenceServices:
             revisions=caches.revisions.of(ServiceKey(key.namespace, key.name)),
             token_digests=self._inputs.token_digests,
             serving_digests=self._inputs.serving_digests,
+            kernels_key=self._inputs.kernels_key,
             nonce_seed=self._inputs.random_bytes(32),
             asking_since=self._inputs.asking_since(),
             warm=self._supply.of(service),

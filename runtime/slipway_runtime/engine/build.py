@@ -27,6 +27,7 @@ from slipway_runtime.engine.parts import (
     load_weights,
     make_slots,
     make_tier,
+    share_compiled_kernels,
     size_pool,
     use_threads,
     zero_adapters,
@@ -82,6 +83,7 @@ def build_engine(
     started = time.perf_counter()
     plan = decide(model_path, options)
     use_threads(options)
+    kernels = share_compiled_kernels(plan)  # before anything is compiled
     ranks = Ranks(plan, directory=directory, on_death=on_death) if options.tensor_parallel_size > 1 else None
     model = _load(plan, ranks, on_progress)
     runner = model.runner
@@ -111,6 +113,9 @@ def build_engine(
         warmup_seconds=warm - loaded,
         widest_step_seconds=widest_step,
         graphs_failed=graphs_failed,
+        kernels_compiled=kernels.compiled,
+        kernels_shared=kernels.shared,
+        kernels_refused=kernels.refused,
     )
     gc.collect()
     gc.freeze()  # the model lives as long as the process: the collector does not walk it again

@@ -39,3 +39,5 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
     kv_events_endpoint: str = ""  # tcp://…: publish KV events there; empty: off
     kv_events_topic: str = ""  # the first part of each of their messages
+    kernels_directory: str = ""  # a folder in which the replicas of a node share compiled kernels
+    kernels_key: str = ""  # by which their files are sealed; empty: nothing is shared

@@ -22,6 +22,7 @@ from slipway_runtime.models.quantize import DTYPE_NAMES, matmul_makers
 from slipway_runtime.models.sharding import WHOLE, Shard
 from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.storage.fetch import weights_digest
+from slipway_runtime.storage.kernel_store import KernelCounts
 from slipway_runtime.worker.adapter_slots import AdapterSlots
 from slipway_runtime.worker.graphs import reserve_bytes
 from slipway_runtime.worker.host_arena import HostArena
@@ -41,6 +42,16 @@ def use_threads(options: EngineOptions) -> None:
     # torch's elementwise kernels split their work between threads, and compute the ends of a part in another way.
     torch.set_num_threads(1 if options.deterministic else threads)
     set_threads(threads)
+
+
+def share_compiled_kernels(plan: EnginePlan) -> KernelCounts:
+    """Share compiled kernels with the other replicas of the node, if the options have a key; the counts so far."""
+    options = plan.options
+    if plan.device.type != "cuda" or not options.kernels_key:
+        return KernelCounts()
+    from slipway_runtime.kernels.compile_cache import share_kernels  # so that Triton is not imported on a CPU
+
+    return share_kernels(Path(options.kernels_directory), options.kernels_key, plan.device).counts
 
 
 def load_weights(

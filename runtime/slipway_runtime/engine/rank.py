@@ -30,6 +30,7 @@ from slipway_runtime.engine.parts import (
     load_weights,
     make_slots,
     make_tier,
+    share_compiled_kernels,
     size_pool,
     use_threads,
     zero_adapters,
@@ -193,6 +194,7 @@ def _load(leader: Rank0Connection) -> tuple[Runner, Sleeper, Collective, torch.d
         torch.cuda.set_device(rank)
     plan = decide(Path(leader.start.model_path), options, rank)
     use_threads(options)
+    share_compiled_kernels(plan)
     kernels = kernels_for(
         plan.device, plan.dtype, deterministic=options.deterministic, latent=plan.config.latent is not None
     )

@@ -93,6 +93,12 @@ class EngineNumbers(Collector):
         yield from self._requests(stats)
         yield from self._cache(stats)
         yield from self._tokens(stats)
+        facts = self._facts
+        kernels = {"compiled": facts.kernels_compiled, "shared": facts.kernels_shared, "refused": facts.kernels_refused}
+        if any(kernels.values()):
+            yield self._labelled(
+                "slipway:kernels_at_start", "Kernels at the start, by where they came from.", "origin", kernels
+            )
         if self._facts.host_blocks:
             yield from self._host_memory(stats)
         if self._facts.max_adapters:

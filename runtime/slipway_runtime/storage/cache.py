@@ -205,7 +205,7 @@ class Cache:
             raise OutOfSpaceError(f"the model needs {_gib(missing)}, and the disk of the cache has {_gib(free)} left")
 
     def _used(self) -> int:
-        return _size([self._root / "models", self._root / "partial"])
+        return size_of([self._root / "models", self._root / "partial"])
 
     def _by_last_use(self, besides: str) -> list[Path]:
         folders = [*(self._root / "partial").iterdir(), *(self._root / "models").iterdir()]
@@ -252,7 +252,7 @@ def manifest(folder: Path) -> dict[str, dict[str, Any]]:
     return files if isinstance(files, dict) else {}
 
 
-def _size(folders: Sequence[Path]) -> int:
+def size_of(folders: Sequence[Path]) -> int:
     """Bytes of all files in the folders; hard links are counted once, partial files with their full size."""
     seen: dict[int, int] = {}
     for folder in folders:

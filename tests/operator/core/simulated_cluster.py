@@ -32,7 +32,7 @@ from slipway_operator.core.observed import (
 )
 from slipway_operator.core.service.plan import Plan, plan
 from slipway_operator.core.templates import Inheritance, StoredTemplate, TemplatesSeen, inherit
-from tests.builders import DEFAULTS, T0, digests, serving_digests
+from tests.builders import DEFAULTS, T0, digests, kernels_key, serving_digests
 from tests.operator.core import laws, quiet_time
 from tests.operator.core.backoff_law import BackoffLaw
 from tests.operator.core.simulated_executor import TICK, execute, is_write
@@ -120,6 +120,7 @@ class SimulatedCluster(Faults):
             engine=see_engine(service.spec.runtime.engine, self.engines),
             token_digests=digests,
             serving_digests=serving_digests,
+            kernels_key=kernels_key,
             nonce_seed=b"a seed for tests",
             recommendations=self.recommendations,
             scaling_memory=self.scaling_memory,

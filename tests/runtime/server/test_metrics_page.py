@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 FACTS = EngineFacts(
     vocab_size=50, eos_token_ids=(), max_model_len=200, max_num_seqs=2, max_num_batched_tokens=8, block_size=4,
     num_blocks=100, bytes_per_token=1, weight_bytes=1, dtype="fp32", device="cpu", load_seconds=0, warmup_seconds=0,
-    max_adapters=1, speculation="promptLookup", host_blocks=8,
+    max_adapters=1, speculation="promptLookup", host_blocks=8, kernels_compiled=1, kernels_shared=2, kernels_refused=3,
 )  # fmt: skip
 NUMBERS = {name: 0 for name in EngineStats.__struct_fields__ if name in {
     "running", "waiting", "waiting_tokens", "blocks_total", "blocks_live", "blocks_cached", "steps", "preemptions",
@@ -110,3 +110,18 @@ def test_what_host_memory_gave_is_told_apart_from_what_the_pool_gave():
     assert value("slipway:kv_host_active") == 0
     unasked = Metrics("m", msgspec.structs.replace(facts, host_blocks=0), lambda: stats, gpu_memory_utilization=0.9)
     assert unasked.registry.get_sample_value("slipway:kv_host_active", labels) is None
+
+
+@pytest.mark.capability("ST-10", "OB-1")
+def test_a_replica_shows_the_kernels_of_its_start_by_origin_if_it_shares_them():
+    labels = {"model_name": "m", "engine": "0"}
+    shared = Metrics("m", FACTS, lambda: STATS, gpu_memory_utilization=0.9).registry
+    off = msgspec.structs.replace(FACTS, kernels_compiled=0, kernels_shared=0, kernels_refused=0)
+    alone = Metrics("m", off, lambda: STATS, gpu_memory_utilization=0.9).registry
+
+    found = {
+        origin: shared.get_sample_value("slipway:kernels_at_start", labels | {"origin": origin})
+        for origin in ("compiled", "shared", "refused")
+    }
+    assert found == {"compiled": 1, "shared": 2, "refused": 3}
+    assert alone.get_sample_value("slipway:kernels_at_start", labels | {"origin": "shared"}) is None

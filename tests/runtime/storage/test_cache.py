@@ -203,7 +203,7 @@ def test_what_two_models_share_is_on_the_disk_once(origin: Origin, tmp_path: Pat
     assert (second / "model.safetensors").samefile(first / "model.safetensors")
     assert origin.sent["/tiny/model.safetensors"] == sent + 1
     once = sum(len(content) for path, content in origin.files.items() if not path.endswith(".bin"))
-    assert shelf._size([tmp_path / "models"]) < once + 8192
+    assert shelf.size_of([tmp_path / "models"]) < once + 8192
 
 
 def test_weights_that_were_summed_on_their_way_are_not_read_again(origin: Origin, tmp_path: Path):

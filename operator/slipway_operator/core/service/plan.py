@@ -393,8 +393,7 @@ def _create(observed: Observed, decided: Decided, now: datetime) -> Steps:
 
 
 def _create_of(observed: Observed, revision: Revision, assignment: Assignment, wanted: int, claims: Claims) -> Steps:
-    service = revision.apply_to(observed.service)
-    steps = Steps()
+    service, steps = revision.apply_to(observed.service), Steps()
     for creation in assignment.creations:
         name = pod_name(service.metadata.name, revision, creation.slot, creation.attempt)
         manifest = build_pod(
@@ -403,6 +402,7 @@ def _create_of(observed: Observed, revision: Revision, assignment: Assignment, w
             slot=creation.slot,
             attempt=creation.attempt,
             access=port_access(observed, service, name),
+            kernels_key=observed.kernels_key(service.metadata.namespace, service.metadata.name),
             avoid_node=creation.avoid_node,
             # A replica that tolerates the taint of a cordoned node would have to leave it again.
             closed_nodes=sorted(node.name for node in observed.nodes.values() if node.cordoned),

@@ -73,6 +73,13 @@ def created(plan: Plan) -> list[dict[str, Any]]:
     return [one for one in pods if names.LABEL_PRE_PULL in one["metadata"]["labels"]]
 
 
+def replica_of(plan: Plan) -> dict[str, Any]:
+    """The spec of the replica that the plan creates."""
+    pods = [one.manifest for one in plan.actions if isinstance(one, CreatePod)]
+    (replica,) = [one for one in pods if names.LABEL_PRE_PULL not in one["metadata"]["labels"]]
+    return replica["spec"]
+
+
 def pinned_to(pod: dict[str, Any]) -> str:
     required = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     return required["nodeSelectorTerms"][0]["matchFields"][0]["values"][0]
@@ -115,6 +122,28 @@ def test_a_service_without_a_cache_gets_the_pod_of_before():
     assert pod_of(service, FOLDER) == pod_of(service)
     assert volume(pod_of(service, FOLDER), "slipway-models") is None
     assert "SLIPWAY_CACHE_DIR" not in variables(pod_of(service))
+
+
+@pytest.mark.capability("ST-10")
+def test_replicas_with_gpus_and_a_cache_have_the_key_of_their_service():
+    """With it they share compiled kernels. Neither a user nor a template may put another key in its place."""
+    forged = [{"name": names.ENV_KERNELS_KEY, "value": "mine"}]
+    claim = promised(a_service(uri="hf://org/m@1", model={"cache": {"policy": "Shared", "claimName": "models"}}), 1)
+
+    for service in (of_node(), of_node(runtime={"env": forged}), claim):
+        assert variables(replica_of(planned(service)))[names.ENV_KERNELS_KEY] == "kernels-of-demo/chat"
+
+
+@pytest.mark.capability("ST-10")
+def test_pods_that_share_no_kernels_do_not_have_the_key():
+    cpu = {"gpu": {"count": 0}}
+    services = (promised(a_service(uri="hf://org/model@main"), 1), of_node(resources=cpu))
+
+    for service in services:
+        assert names.ENV_KERNELS_KEY not in variables(replica_of(planned(service)))
+    pulls = created(planned(of_node(prePull={})))
+    assert pulls
+    assert all(names.ENV_KERNELS_KEY not in variables(pod["spec"]) for pod in pulls)
 
 
 def test_a_cache_belongs_to_the_revision_and_pulling_beforehand_does_not():

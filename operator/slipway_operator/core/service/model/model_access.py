@@ -71,7 +71,7 @@ def environment(model: Model, node_cache: NodeCache | None = None) -> list[dict[
     """Environment variables of the cache and of the network, under the names that every tool reads."""
     network = model.network
     values: dict[str, str] = {}
-    if any(volume["name"] == CACHE_VOLUME for volume in volumes(model, node_cache)):
+    if has_cache(model, node_cache):
         values["SLIPWAY_CACHE_DIR"] = names.MODEL_CACHE_DIRECTORY
         if model.cache.policy is CachePolicy.NODE and node_cache is not None and node_cache.limit:
             values["SLIPWAY_CACHE_LIMIT"] = node_cache.limit
@@ -83,6 +83,11 @@ def environment(model: Model, node_cache: NodeCache | None = None) -> list[dict[
         path = f"{names.CA_DIRECTORY}/{bundle.key}"
         values |= {"SSL_CERT_FILE": path, "AWS_CA_BUNDLE": path}  # the second one is what S3's library reads
     return [{"name": name, "value": value} for name, value in values.items()]
+
+
+def has_cache(model: Model, node_cache: NodeCache | None) -> bool:
+    """Whether pods of this model have a cache that they share with others."""
+    return any(volume["name"] == CACHE_VOLUME for volume in volumes(model, node_cache))
 
 
 def credentials(model: Model) -> list[dict[str, Any]]:

@@ -54,6 +54,7 @@ def build_pod(
     avoid_node: str = "",
     closed_nodes: Sequence[str] = (),
     node_cache: NodeCache | None = None,
+    kernels_key: str = "",
     tracing: TraceDefaults | None = None,
 ) -> dict[str, Any]:
     """The Pod that serves as this slot's replica; it prefers any other node to `avoid_node`, and is never placed on
@@ -61,6 +62,7 @@ def build_pod(
 
     user: that of the installation's pods; None: the platform assigns it.
     placement: the installation's pull secrets, nodeSelector and tolerations; those of the template replace them.
+    kernels_key: by which replicas with a cache of models seal the compiled kernels in it; empty: they share none.
     tracing: where our runtime exports spans to; a variable of the same name in the template replaces it.
     """
     spec, overlay = service.spec, service.spec.template
@@ -83,7 +85,7 @@ def build_pod(
         },
         "spec": {
             "containers": [
-                _server(service, revision, access, node_cache, tracing),
+                _server(service, revision, access, node_cache, kernels_key, tracing),
                 *_agents(service, revision, access),
             ],
             "volumes": _volumes(service, node_cache),
@@ -134,6 +136,7 @@ def _server(
     revision: Revision,
     access: PortAccess,
     node_cache: NodeCache | None,
+    kernels_key: str,
     tracing: TraceDefaults | None,
 ) -> dict[str, Any]:
     overlay = _server_overlay(service.spec.template.spec)
@@ -145,7 +148,7 @@ def _server(
         "image": revision.image,
         "imagePullPolicy": "IfNotPresent",
         **_if_any(command=process["command"], args=process["args"]),
-        "env": _environment(service, revision, overlay, access, node_cache, tracing),
+        "env": _environment(service, revision, overlay, access, node_cache, kernels_key, tracing),
         "ports": process["ports"],
         "volumeMounts": _merged(
             "mountPath",
@@ -289,6 +292,7 @@ def _environment(
     overlay: ContainerOverlay,
     access: PortAccess,
     node_cache: NodeCache | None,
+    kernels_key: str,
     tracing: TraceDefaults | None,
 ) -> list[dict[str, Any]]:
     # On shared cores OpenMP's spinning threads cost more than they bring: as many threads as the CPU limit, no more.
@@ -312,6 +316,8 @@ def _environment(
         sources = engine_pod.without_own_variables(sources)
     if not _has_gpu(service, overlay):
         own.append(NO_GPU)
+    elif kernels_key and revision.engine is None and model_access.has_cache(service.spec.model, node_cache):
+        own.append({"name": names.ENV_KERNELS_KEY, "value": kernels_key})
     keys = model_access.credentials(service.spec.model)
     return _merged("name", defaults, sources, keys, service.spec.runtime.env, overlay.env, own)
 
