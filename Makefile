@@ -13,7 +13,7 @@ FAST_TESTS := $(addprefix tests/,api kube operator gateway agent/test_page.py ag
 # tests (20 s of a core); so it is allowed here.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --durations=25 --durations-min=5
 UNIT := 'not apiserver and not cluster and not gpu and not kernels'
-# They compute and wait for nothing, so `make test` runs them on the cores that the tests on clusters leave idle.
+# They compute and wait for nothing, so `make test` runs them on the cores that other tests leave idle while they wait.
 KERNEL_TESTS := tests/runtime/kernels
 KERNEL_LOG := build/kernel-tests.log
 
@@ -22,7 +22,7 @@ ifneq ($(origin KUBECONFIG),command line)
   override KUBECONFIG :=
 endif
 
-.PHONY: help preflight setup bytecode cluster-binary demo test test-unit test-fast test-apiserver test-cluster test-on-clusters test-kernels-idle kernels check chart-check images-check format generate e2e e2e-containerd e2e-kind chaos docs bench bench-gpu up down clean
+.PHONY: help preflight setup bytecode cluster-binary demo test test-unit test-fast test-apiserver test-cluster test-in-order test-kernels-idle kernels check chart-check images-check format generate e2e e2e-containerd e2e-kind chaos docs bench bench-gpu up down clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -54,16 +54,16 @@ demo: preflight bytecode ## from nothing to streamed tokens, scaling and drainin
 	@$(BIN)/python -m e2e.demo $(if $(KEEP),--keep)
 
 test: preflight setup ## all tests: unit, real API server, short user stories on the local cluster
-	@$(MAKE) --no-print-directory test-unit ARGS=--ignore=$(KERNEL_TESTS)
-	@$(MAKE) --no-print-directory -j 2 test-on-clusters test-kernels-idle
+	@$(MAKE) --no-print-directory -j 2 test-in-order test-kernels-idle
 
-test-on-clusters:
+test-in-order:
+	@$(MAKE) --no-print-directory test-unit ARGS=--ignore=$(KERNEL_TESTS)
 	@$(MAKE) --no-print-directory test-apiserver
 	@$(MAKE) --no-print-directory test-cluster
 
-# With nothing to spare for minutes, a test may take long: no limit of time is meant for that.
+# A test may get no core for minutes here, so each has hours.
 test-kernels-idle: bytecode
-	@echo "==> Tests of kernels run beside the others, at the lowest priority; their output follows at their end"
+	@echo "==> The tests of kernels run beside the others at the lowest priority; their output follows at their end"
 	@mkdir -p $(dir $(KERNEL_LOG))
 	@nice -n 19 env $(PYTEST) -o timeout=7200 -m $(UNIT) $(KERNEL_TESTS) >$(KERNEL_LOG) 2>&1 && passed=0 || passed=$$?; \
 		cat $(KERNEL_LOG); exit $$passed
