@@ -16,6 +16,8 @@ UNIT := 'not apiserver and not cluster and not gpu and not kernels'
 # They compute and wait for nothing, so `make test` runs them on the cores that other tests leave idle while they wait.
 KERNEL_TESTS := tests/runtime/kernels
 KERNEL_LOG := build/kernel-tests.log
+# Files, not folders: each process of pytest would import all other tests too, for half a minute, and run none of them.
+APISERVER_TESTS = $(shell grep -rl 'mark\.apiserver' tests --include='test_*.py' | sort)
 
 # Given as an argument (`make e2e KUBECONFIG=…`), never taken from the environment.
 ifneq ($(origin KUBECONFIG),command line)
@@ -76,7 +78,7 @@ test-fast: setup ## lint, and the tests of pure code in a few minutes: a first v
 	$(PYTEST) -n 2 --dist worksteal -m $(UNIT) $(FAST_TESTS)
 
 test-apiserver: chart-check ## the chart, and tests against the real kube-apiserver
-	$(PYTEST) -n 2 --dist loadfile -m apiserver tests --ignore=tests/runtime --ignore=tests/bench
+	$(PYTEST) -n 2 --dist loadfile -m apiserver $(APISERVER_TESTS)
 
 test-cluster: cluster-binary ## the local cluster's own tests, the short user stories, and vLLM where it is cached
 	$(PYTEST) -m 'cluster and not full' tests/cluster e2e/stories
