@@ -6,7 +6,8 @@ Exits with 1 where a launch does not compile, spills, does not fit into shared m
 without tensor cores. `--sample` compiles a few launches, and `--quick` those of the sample that stand for the others
 (`bench.gpu_sample`), in `make test`. `--ledger FILE` writes the launches of the sample into docs/gpu-ledger.md, or
 without `--sample` the summary of all.
-Compiled code is cached in build/triton. Nothing is timed here: `bench.gpu` does that, on a GPU.
+Compiled code is cached beside the local cluster's binary, by the hash of all that it is made of: a second checkout
+compiles only what it changed. Nothing is timed here: `bench.gpu` does that, on a GPU.
 """
 
 import argparse
@@ -25,12 +26,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.gpu_sample import stand_ins
+from e2e.cluster.paths import cache_folder
 from slipway_runtime.kernels.tiles import shared_bytes
 
 if TYPE_CHECKING:
     from bench.gpu_launches import Launch  # it imports torch and Triton
 
-ROOT = Path(__file__).parents[1]
 TARGETS = (80, 89, 90, 100, 120)
 # With 99 KiB of shared memory a block, and so with other tiles of attention. The sample has nothing else of them.
 SMALLER = (89, 120)
@@ -277,7 +278,7 @@ def main() -> int:
     if options.quick and options.ledger:
         parser.error("--quick leaves launches out that the ledger has: write it with --sample")
     os.environ.pop("TRITON_INTERPRET", None)
-    os.environ.setdefault("TRITON_CACHE_DIR", str(ROOT / "build" / "triton"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "triton"))
     results = compile_all(
         options.sample or options.quick,
         [int(one) for one in options.targets.split(",")],

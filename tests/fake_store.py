@@ -60,6 +60,7 @@ class Store:
         self.compacted = 0  # history up to here is gone
         self.history: list[Happening] = []
         self._kinds: dict[str, dict[Where, _Kept]] = {}
+        self._lists: dict[tuple[str, str], tuple[int, list[Object]]] = {}  # by kind and namespace: version, objects
         self._snapshots: dict[str, tuple[int, list[Object]]] = {}  # of lists whose later pages may be asked for
         self._now = now
 
@@ -70,8 +71,12 @@ class Store:
 
     def all(self, kind: str, namespace: str = "") -> list[Object]:
         """Current objects of a kind, in the server's order."""
-        kept = sorted(self._kinds.get(kind, {}).items())
-        return [one.body for (at, _), one in kept if not namespace or at == namespace]
+        version, objects = self._lists.get((kind, namespace), (0, []))
+        if version != self.version:
+            kept = sorted(self._kinds.get(kind, {}).items())
+            objects = [one.body for (at, _), one in kept if not namespace or at == namespace]
+            self._lists[kind, namespace] = self.version, objects
+        return list(objects)
 
     def page(self, kind: str, namespace: str, matches: Callable[[Object], bool], limit: int, token: str) -> Object:
         """One page of a consistent list; the later pages come from the same snapshot, until it is compacted."""

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 NAME = "sturdy"
 COUNT = 50
-TOKENS = 400
+TOKENS = 300  # long enough to continue for seconds after a disturbance, which takes one or two
 DRAIN = {"timeoutSeconds": 1, "endpointPropagationSeconds": 0}  # much shorter than the streams
 GATEWAYS = "app.kubernetes.io/component=gateway"
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from e2e.cluster.access import Access
 from slipway_api.inference_service import InferenceService
@@ -77,7 +76,7 @@ def test_what_cannot_be_called_around_the_gateway_is_refused(service, says):
         export_routes(service, Options("public"))
 
 
-def published_crd(module: str, path: str, cache: Path) -> dict:
+def published_crd(module: str, path: str, cache: Path) -> str:
     """A CustomResourceDefinition as its project publishes it, out of the module's archive."""
     go = shutil.which("go")
     if go is None:
@@ -89,8 +88,7 @@ def published_crd(module: str, path: str, cache: Path) -> dict:
     )
     if made.returncode:
         pytest.skip(f"{module} cannot be fetched: {(made.stderr or made.stdout)[-200:]}")
-    crd: dict = yaml.safe_load((Path(json.loads(made.stdout)["Dir"]) / path).read_text())
-    return crd
+    return (Path(json.loads(made.stdout)["Dir"]) / path).read_text()
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +96,7 @@ def api(apiserver: Access, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     apiserver.serve_kinds(CRDS)
     published = tmp_path_factory.mktemp("published")
     for number, (module, path) in enumerate(MODULES.items()):
-        definition = published_crd(module, path, published)
-        (published / f"{number}.yaml").write_text(yaml.safe_dump(definition))
+        (published / f"{number}.yaml").write_text(published_crd(module, path, published))
     apiserver.serve_kinds(published)
     apiserver.kubectl("create", "namespace", NAMESPACE)
     metadata = {"name": "chat", "namespace": NAMESPACE}

@@ -295,12 +295,18 @@ def test_children_that_people_delete_or_edit_are_back_within_seconds_with_events
     def found(kind: str, name: str, *, with_metadata: str) -> str:
         return kubectl("get", kind, name, "--ignore-not-found", "-o", f"jsonpath={{.metadata.{with_metadata}}}")
 
+    def watched() -> set[str]:
+        """Plurals of the kinds that are watched in the namespace."""
+        references = [event["objectRef"] for event in stage.access.audit() if event["verb"] == "watch"]
+        return {one["resource"] for one in references if one.get("namespace") == stage.namespace}
+
     operator = stage.start_operator()
     stage.apply(SERVICE)
     stage.eventually(stage.pods, "a pod")
     stage.eventually(lambda: found("netpol", "chat-replicas", with_metadata="uid"), "the children")
     uid = found("svc", "chat", with_metadata="uid")
-    time.sleep(17)  # the watch begins after the first passes
+    children = {"services", "networkpolicies", "poddisruptionbudgets"}
+    stage.eventually(lambda: watched() >= children, "watches of children, which begin after the first passes", 60)
     kubectl("delete", "svc", "chat", "--wait=false")
     kubectl("label", "netpol", "chat-replicas", f"{names.LABEL_MANAGED_BY}-")
     kubectl("patch", "pdb", "chat", "--type=merge", "-p", '{"spec": {"selector": {"matchLabels": {"added": "x"}}}}')

@@ -15,6 +15,7 @@ from bench.gpu_ledger import cell_of, cells_of, ledger, place_of, summary_of, ta
 ROOT = Path(__file__).parents[3]
 LEDGER = ROOT / "docs" / "gpu-ledger.md"
 WRITE_IT = "python -m bench.gpu_compile --sample --ledger docs/gpu-ledger.md writes it"
+pytestmark = pytest.mark.timeout(7200)  # minutes of one core, which `make test` has only when nobody else wants it
 
 
 def compiled(path: Path, *options: str) -> list[dict[str, Any]]:
@@ -45,7 +46,6 @@ def of(results: list[dict[str, Any]], kernel: str, case: str = "") -> list[dict[
 
 
 @pytest.mark.capability("KN-1", "KN-8")
-@pytest.mark.timeout(1800)
 def test_every_kernel_compiles_without_spills_and_with_tensor_cores(sample):
     """Findings 1, 11, 14: the quantized store did not compile, `_best_of_tiles` spilled, `_expand` had no mma."""
     assert [(one["kernel"], one["target"], one["case"], one["faults"]) for one in sample if one["faults"]] == []
@@ -77,7 +77,6 @@ def test_verified_drafts_and_decode_in_one_order_may_spill_nothing():
 
 
 @pytest.mark.capability("KN-8")
-@pytest.mark.timeout(1800)
 def test_other_block_sizes_compile_to_as_few_registers(sample):
     """A service may ask for blocks of 8 to 128 tokens; only 16 was compiled."""
     for kernel in ("_decode", "_extend", "_extend_in_order", "_rope_and_store"):
@@ -88,7 +87,6 @@ def test_other_block_sizes_compile_to_as_few_registers(sample):
 
 
 @pytest.mark.capability("KN-8")
-@pytest.mark.timeout(1800)
 def test_the_ledger_has_every_launch_of_the_sample_and_no_other(recorded):
     """Tiles, warps and kernels that are no longer launched so are found without a compilation."""
     on_page = cells_of(LEDGER.read_text())
@@ -96,7 +94,6 @@ def test_the_ledger_has_every_launch_of_the_sample_and_no_other(recorded):
 
 
 @pytest.mark.capability("KN-8")
-@pytest.mark.timeout(1800)
 def test_the_ledger_is_what_was_compiled(recorded):
     """Of launches with the same case and tile the page shows the last; each cell of a compiled one is compared."""
     shown = {(place_of(one), one.case): one for one in (Compiled(**values) for values in recorded)}
@@ -107,7 +104,6 @@ def test_the_ledger_is_what_was_compiled(recorded):
 
 
 @pytest.mark.capability("KV-11")
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kv", ["fp8", "int8"])
 def test_the_store_into_a_quantized_cache_compiles(sample, kv):
     """Finding 1: a variable changed its type inside a branch, which the interpreter lets pass."""
@@ -115,7 +111,6 @@ def test_the_store_into_a_quantized_cache_compiles(sample, kv):
 
 
 @pytest.mark.capability("KN-1")
-@pytest.mark.timeout(1800)
 def test_attention_reads_ahead_and_reads_keys_seldom(sample):
     """Findings 7, 8, 10: decode had one buffer of keys and values, extend tiles of 16 tokens on 4 heads."""
     for one in of(sample, "_decode", "bf16 KV auto"):
@@ -130,7 +125,6 @@ def test_attention_reads_ahead_and_reads_keys_seldom(sample):
 
 
 @pytest.mark.capability("KN-1")
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kernel", ["_decode", "_extend", "_extend_in_order"])
 def test_float32_is_multiplied_on_tensor_cores_without_spills(sample, kernel):
     """Finding 4: 7 to 36 KB of spills a thread, and no tensor cores."""
@@ -140,7 +134,6 @@ def test_float32_is_multiplied_on_tensor_cores_without_spills(sample, kernel):
 
 
 @pytest.mark.capability("KN-1")
-@pytest.mark.timeout(1800)
 def test_a_quantized_cache_leaves_room_for_three_decode_programs(sample):
     """Finding 10: 221 registers let two run on a multiprocessor, and memory waits for them."""
     for one in of(sample, "_decode", "KV int8") + of(sample, "_decode", "KV fp8"):
@@ -150,7 +143,6 @@ def test_a_quantized_cache_leaves_room_for_three_decode_programs(sample):
 
 
 @pytest.mark.capability("KN-1")
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kernel", ["_decode", "_extend", "_expand", "_shrink"])
 def test_queries_and_matrices_are_read_with_the_widest_loads(sample, kernel):
     """Findings 11, 13: strides without a known alignment forced loads of 16 bits."""
@@ -160,7 +152,6 @@ def test_queries_and_matrices_are_read_with_the_widest_loads(sample, kernel):
 
 
 @pytest.mark.capability("KN-1")
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kernel", ["_merge", "_merge_chunks"])
 def test_all_splits_of_a_head_are_loaded_at_once(sample, kernel):
     """Finding 15: a loop over up to 32 splits waited for memory as often."""
@@ -170,7 +161,6 @@ def test_all_splits_of_a_head_are_loaded_at_once(sample, kernel):
 
 
 @pytest.mark.capability("KN-6")
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kernel", ["_find_candidates", "_threshold_of_rows", "_best_of_tiles"])
 def test_scores_of_an_odd_vocabulary_are_read_with_the_widest_loads(sample, kernel):
     """Finding 13: 151,669 tokens were read 32 bits at a time, because a mask ended within a load."""
@@ -181,7 +171,6 @@ def test_scores_of_an_odd_vocabulary_are_read_with_the_widest_loads(sample, kern
 
 
 @pytest.mark.capability("KN-8", "QZ-1", "QZ-4")
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("form", ["float8 qkv", "float8 blocks qkv"])
 def test_float8_weights_are_multiplied_on_tensor_cores_of_gpus_without_float8(sample, form):
     found = [one for one in of(sample, "_times_codes", form) if one["target"] == 80]
@@ -190,7 +179,6 @@ def test_float8_weights_are_multiplied_on_tensor_cores_of_gpus_without_float8(sa
 
 
 @pytest.mark.capability("KN-8", "QZ-4")
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("tokens", [1, 32, 256])
 def test_four_bit_weights_are_multiplied_on_tensor_cores_and_read_side_by_side(sample, tokens):
     """torch's int4 product reads all weights again for every 16 rows, so prompts were slower than in bfloat16."""
@@ -204,7 +192,6 @@ def test_four_bit_weights_are_multiplied_on_tensor_cores_and_read_side_by_side(s
 
 @pytest.mark.capability("KN-8")
 @pytest.mark.kernels
-@pytest.mark.timeout(7200)
 def test_the_whole_sample_is_what_the_ledger_has(tmp_path):
     """`make test` compiles the launches that stand for the others (`bench.gpu_sample`)."""
     whole = [Compiled(**one) for one in compiled(tmp_path / "sample.json", "--sample")]
@@ -215,7 +202,6 @@ def test_the_whole_sample_is_what_the_ledger_has(tmp_path):
 
 @pytest.mark.capability("KN-8")
 @pytest.mark.kernels
-@pytest.mark.timeout(7200)
 def test_every_launch_of_every_model_compiles_without_a_fault(tmp_path):
     results = compiled(tmp_path / "all.json")
     assert [(one["kernel"], one["target"], one["case"], one["faults"]) for one in results if one["faults"]] == []
