@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 
 import structlog
 from aiohttp import web
+from multidict import CIMultiDict
 
 from slipway_api.anthropic_errors import REQUEST_ID_HEADER, is_anthropic
 from slipway_api.names import (
@@ -31,6 +32,7 @@ from slipway_gateway.request_state import SHUTTING_DOWN, RequestState
 from slipway_gateway.sse import Events, EventSplitter, reports_failure
 from slipway_gateway.upstream import DEADLINE, DeadlineError, HungError, Reply, UpstreamError
 
+MAX_UNREAD: Final = 16 * 1024  # bytes that the client has not read: the next piece waits for it in a task
 REPORTED: Final = "the replica reported an internal error in the stream"
 R = TypeVar("R", bound=web.StreamResponse)
 
@@ -38,9 +40,31 @@ log = structlog.get_logger()
 
 
 class ForwardedResponse(web.StreamResponse):
-    """An answer whose headers leave in one packet with its first piece, which is here already: one system call less."""
+    """An answer whose headers leave in one packet with its first piece, which is here already: one system call less.
+
+    Its later pieces may be written without a task: the framing of chunks is all that the library would add.
+    """
 
     _send_headers_immediately = False
+
+    def __init__(self, client: asyncio.Transport | None, *, status: int, headers: CIMultiDict[str]) -> None:
+        super().__init__(status=status, headers=headers)
+        self._client = client
+
+    def can_write_now(self) -> bool:
+        """Whether `write_now` may be called: the headers are out, the length is open, and the client reads."""
+        return (
+            self._client is not None
+            and "Transfer-Encoding" in self.headers
+            and self._client.get_write_buffer_size() <= MAX_UNREAD
+        )
+
+    def write_now(self, chunk: bytes) -> None:
+        """Write a chunk to the client's connection. Raises ConnectionResetError if the client has left."""
+        assert self._client is not None
+        if self._client.is_closing():
+            raise ConnectionResetError("the client left")
+        self._client.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
 
 
 class Forwarder:
@@ -59,14 +83,14 @@ class Forwarder:
         record: RequestState,
         served_name: str,
         journal: Journal | None = None,
-    ) -> web.StreamResponse:
+    ) -> ForwardedResponse:
         """Forward the answer piece by piece; `record.upstream_failed` says whether the replica broke it off.
 
         With a journal, a stream that broke off stays open if another replica can continue it: `journal.broken` says why
         it broke, and `handover` continues or ends it.
         """
         record.status, record.first_byte = reply.status, reply.first_at
-        response = ForwardedResponse(status=reply.status, headers=reply.headers)
+        response = ForwardedResponse(request.transport, status=reply.status, headers=reply.headers)
         response.headers.setdefault(HEADER_MODEL, record.model if record.adapter else served_name)
         response.headers.setdefault(HEADER_REVISION, record.revision)
         if record.adapter:
@@ -110,7 +134,7 @@ class Forwarder:
 
     async def forward_events(
         self,
-        response: web.StreamResponse,
+        response: ForwardedResponse,
         reply: Reply,
         lease: Lease,
         record: RequestState,
@@ -121,17 +145,35 @@ class Forwarder:
         if journal is not None and reply.identity:
             events = journal.events()
         broken = ""
+
+        def cut(piece: bytes) -> bytes:
+            chunk = events.feed(piece)
+            if chunk and journal is not None and not journal.id:
+                journal.read_identity(chunk)
+            return chunk
+
+        def count(chunk: bytes, before: int) -> None:
+            record.add_forwarded(chunk)
+            lease.progress((events.events - before) * OUTPUT_WEIGHT)
+
+        def forward_now(piece: bytes) -> bool:
+            if not response.can_write_now():
+                return False
+            before = events.events
+            if chunk := cut(piece):
+                response.write_now(chunk)
+                count(chunk, before)
+            return True
+
         try:
             try:
                 piece = reply.first
                 while piece:
                     before = events.events
-                    if chunk := events.feed(piece):
-                        if journal is not None and not journal.id:
-                            journal.read_identity(chunk)
+                    if chunk := cut(piece):
                         await response.write(chunk)
-                        record.add_forwarded(chunk)
-                        lease.progress((events.events - before) * OUTPUT_WEIGHT)
+                        count(chunk, before)
+                    await reply.deliver(forward_now)
                     piece = await reply.read_more()
             except DeadlineError as failure:
                 return str(failure)
