@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 
 import structlog
 from aiohttp import web
-from multidict import CIMultiDict
+from aiohttp.abc import AbstractStreamWriter
 
 from slipway_api.anthropic_errors import REQUEST_ID_HEADER, is_anthropic
 from slipway_api.names import (
@@ -33,6 +33,7 @@ from slipway_gateway.sse import Events, EventSplitter, reports_failure
 from slipway_gateway.upstream import DEADLINE, DeadlineError, HungError, Reply, UpstreamError
 
 MAX_UNREAD: Final = 16 * 1024  # bytes that the client has not read: the next piece waits for it in a task
+IDENTIFYING_EVENTS: Final = 8  # the first ones of a stream, in which its id is looked for
 REPORTED: Final = "the replica reported an internal error in the stream"
 R = TypeVar("R", bound=web.StreamResponse)
 
@@ -47,17 +48,17 @@ class ForwardedResponse(web.StreamResponse):
 
     _send_headers_immediately = False
 
-    def __init__(self, client: asyncio.Transport | None, *, status: int, headers: CIMultiDict[str]) -> None:
-        super().__init__(status=status, headers=headers)
-        self._client = client
+    _client: asyncio.Transport | None = None  # None: the length is not open, so the library must count the bytes
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        """As the library does; the headers leave with the first `write`."""
+        writer = await super().prepare(request)
+        self._client = request.transport if "Transfer-Encoding" in self.headers else None
+        return writer
 
     def can_write_now(self) -> bool:
-        """Whether `write_now` may be called: the headers are out, the length is open, and the client reads."""
-        return (
-            self._client is not None
-            and "Transfer-Encoding" in self.headers
-            and self._client.get_write_buffer_size() <= MAX_UNREAD
-        )
+        """Whether `write_now` may be called once the headers are out: the client has read most of what was sent."""
+        return self._client is not None and self._client.get_write_buffer_size() <= MAX_UNREAD
 
     def write_now(self, chunk: bytes) -> None:
         """Write a chunk to the client's connection. Raises ConnectionResetError if the client has left."""
@@ -90,7 +91,7 @@ class Forwarder:
         it broke, and `handover` continues or ends it.
         """
         record.status, record.first_byte = reply.status, reply.first_at
-        response = ForwardedResponse(request.transport, status=reply.status, headers=reply.headers)
+        response = ForwardedResponse(status=reply.status, headers=reply.headers)
         response.headers.setdefault(HEADER_MODEL, record.model if record.adapter else served_name)
         response.headers.setdefault(HEADER_REVISION, record.revision)
         if record.adapter:
@@ -146,23 +147,22 @@ class Forwarder:
             events = journal.events()
         broken = ""
 
-        def cut(piece: bytes) -> bytes:
-            chunk = events.feed(piece)
-            if chunk and journal is not None and not journal.id:
+        feed, add_forwarded, progress = events.feed, record.add_forwarded, lease.progress
+
+        def cut(piece: bytes, before: int) -> bytes:
+            chunk = feed(piece)
+            if journal is not None and not journal.id and before < IDENTIFYING_EVENTS:
                 journal.read_identity(chunk)
             return chunk
-
-        def count(chunk: bytes, before: int) -> None:
-            record.add_forwarded(chunk)
-            lease.progress((events.events - before) * OUTPUT_WEIGHT)
 
         def forward_now(piece: bytes) -> bool:
             if not response.can_write_now():
                 return False
             before = events.events
-            if chunk := cut(piece):
+            if chunk := cut(piece, before):
                 response.write_now(chunk)
-                count(chunk, before)
+                add_forwarded(chunk)
+                progress((events.events - before) * OUTPUT_WEIGHT)
             return True
 
         try:
@@ -170,9 +170,10 @@ class Forwarder:
                 piece = reply.first
                 while piece:
                     before = events.events
-                    if chunk := cut(piece):
+                    if chunk := cut(piece, before):
                         await response.write(chunk)
-                        count(chunk, before)
+                        add_forwarded(chunk)
+                        progress((events.events - before) * OUTPUT_WEIGHT)
                     await reply.deliver(forward_now)
                     piece = await reply.read_more()
             except DeadlineError as failure:

@@ -149,8 +149,25 @@ class ReplicaConnection(asyncio.Protocol):
             self._spoil()
         if self._overhead > MAX_OVERHEAD:
             self._spoil()
-        if self._pieces:
-            self._pass_on()
+        pieces, take = self._pieces, self._take
+        if not pieces:
+            pass
+        elif take is None:
+            self._bound()
+        else:
+            if len(pieces) > 1:
+                pieces[:] = [b"".join(pieces)]
+            try:
+                is_taken = take(pieces[0])
+            except Exception as error:  # noqa: BLE001  the task that called `deliver` raises it
+                is_taken = False
+                if self._waiter is not None and not self._waiter.done():
+                    self._waiter.set_exception(error)
+            if is_taken:
+                pieces.clear()
+                self._size = 0
+            else:
+                self._take = None
         if self._take is None or self.is_complete or self.is_broken:
             self._wake()
 
@@ -217,26 +234,12 @@ class ReplicaConnection(asyncio.Protocol):
 
     # Own parts.
 
-    def _pass_on(self) -> None:
-        if self._take is None:
-            if self._size > MAX_BUFFERED and not self.is_closed and not self._is_paused:
-                assert self._transport is not None
-                self._transport.pause_reading()
-                self._is_paused = True
-            return
-        try:
-            pieces = self._pieces
-            if len(pieces) > 1:
-                pieces[:] = [b"".join(pieces)]
-            if self._take(pieces[0]):
-                pieces.clear()
-                self._size = 0
-            else:
-                self._take = None
-        except Exception as error:  # noqa: BLE001  the task that called `deliver` raises it
-            self._take = None
-            if self._waiter is not None and not self._waiter.done():
-                self._waiter.set_exception(error)
+    def _bound(self) -> None:
+        """Read no more while too much waits for its reader."""
+        if self._size > MAX_BUFFERED and not self._is_paused and not self.is_closed:
+            assert self._transport is not None
+            self._transport.pause_reading()
+            self._is_paused = True
 
     def _spoil(self) -> None:
         """Read no more: what follows is not an answer that could be believed."""

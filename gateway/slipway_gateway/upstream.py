@@ -202,15 +202,9 @@ class Reply:
 
         Returns when a piece is not taken, or when no more come: `read_more` has the piece, the end or the failure.
         """
-        silence, waiting_since = self._silence, time.monotonic()
-
-        def observed(piece: bytes) -> bool:
-            silence.restart()
-            return take(piece)
-
-        silence.start()
-        await self._connection.deliver(observed)
-        silence.pause()
+        waiting_since = time.monotonic()
+        await self._connection.deliver(self._silence.observing(take))
+        self._silence.pause()
         self.waited += time.monotonic() - waiting_since
 
 
@@ -259,19 +253,27 @@ class Silence:
 
     def stop(self) -> None:
         """Stop the timeout: bytes have arrived."""
-        self.restart()
-        self._since = None
-
-    def restart(self) -> None:
-        """Bytes have arrived, and more are awaited."""
-        now = self._loop.time()
         if self._since is not None:
-            self._pace.observe(self._since, now, self._timeouts.hang_seconds)
-        self._since = now
+            self._pace.observe(self._since, self._loop.time(), self._timeouts.hang_seconds)
+            self._since = None
 
     def pause(self) -> None:
-        """Stop the timeout, because the client does not read."""
+        """Stop the timeout, because nobody reads."""
         self._since = None
+
+    def observing(self, take: Callable[[bytes], bool]) -> Callable[[bytes], bool]:
+        """Start the timeout; the same function, which starts it anew with each piece."""
+        clock, observe, least = self._loop.time, self._pace.observe, self._timeouts.hang_seconds
+        since = self._since = clock()
+
+        def observed(piece: bytes) -> bool:
+            nonlocal since
+            now = clock()
+            observe(since, now, least)
+            since = self._since = now
+            return take(piece)
+
+        return observed
 
     def cancel(self) -> None:
         """Cancel the timer for good, because the connection is no longer used."""
