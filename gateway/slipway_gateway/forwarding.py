@@ -48,16 +48,22 @@ class ForwardedResponse(web.StreamResponse):
 
     _send_headers_immediately = False
 
-    _client: asyncio.Transport | None = None  # None: the length is not open, so the library must count the bytes
+    _opened: asyncio.Transport | None = None  # None: the answer has a length, so the library must count the bytes
+    _client: asyncio.Transport | None = None  # the same, once the headers are out
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         """As the library does; the headers leave with the first `write`."""
         writer = await super().prepare(request)
-        self._client = request.transport if "Transfer-Encoding" in self.headers else None
+        self._opened = request.transport if "Transfer-Encoding" in self.headers else None
         return writer
 
+    async def write(self, data: "bytes | bytearray | memoryview[int]") -> None:
+        """As the library does, with its back-pressure."""
+        await super().write(data)
+        self._client = self._opened
+
     def can_write_now(self) -> bool:
-        """Whether `write_now` may be called once the headers are out: the client has read most of what was sent."""
+        """Whether `write_now` may be called: the headers are out, and the client has read most of what was sent."""
         return self._client is not None and self._client.get_write_buffer_size() <= MAX_UNREAD
 
     def write_now(self, chunk: bytes) -> None:
