@@ -1,8 +1,8 @@
 """Benchmark of the gateway: delay and CPU that it adds per chunk and per request, and the cost of a fleet change.
 
-Peers are `bench.bare_proxy`, the least that passes a stream on with the same library, and where their packages can be
-had nginx, a proxy in C that knows nothing of models, and LiteLLM's proxy. All alternate in one run, so that a busy
-neighbour hits all of them.
+Peers are `bench.bare_proxy`, the least that passes a stream on with aiohttp, `bench.bare_pipe`, which passes TCP on
+without HTTP and is the floor of any Python on this machine, and if their packages can be had nginx and Envoy, proxies
+that know nothing of models, and LiteLLM's proxy. All alternate in one run, so that a busy neighbour hits all of them.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import aiohttp
 import msgspec
 import uvloop
 
+from bench.envoy import an_envoy
 from bench.figures import Figure, Section
 from bench.litellm import a_litellm
 from bench.nginx import an_nginx
@@ -33,7 +34,9 @@ MESSAGES = [{"role": "user", "content": "Tell me a story."}]
 
 
 PEERS: dict[str, Callable[[str], AbstractContextManager[Server]]] = {
+    "TCP pass-through": lambda upstream: a_module("bare_pipe", "--upstream", upstream),
     "nginx": lambda upstream: an_nginx(upstream, "proxy_buffering off"),
+    "Envoy": an_envoy,
     "LiteLLM": a_litellm,
 }
 

@@ -404,7 +404,7 @@ class Lease:
     def progress(self, tokens: int) -> None:
         """`tokens` of the answer arrived. The last one stays counted until the end: estimates run short."""
         self._note_sign()
-        done = min(tokens, self._left - 1)
+        done = tokens if tokens < self._left else self._left - 1
         if done > 0:
             self._left -= done
             load = self._destination.loads[self._name]

@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 
 import structlog
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 
 from slipway_api.anthropic_errors import REQUEST_ID_HEADER, is_anthropic
 from slipway_api.names import (
@@ -31,6 +32,8 @@ from slipway_gateway.request_state import SHUTTING_DOWN, RequestState
 from slipway_gateway.sse import Events, EventSplitter, reports_failure
 from slipway_gateway.upstream import DEADLINE, DeadlineError, HungError, Reply, UpstreamError
 
+MAX_UNREAD: Final = 16 * 1024  # bytes that the client has not read: the next piece waits for it in a task
+IDENTIFYING_EVENTS: Final = 8  # the first ones of a stream, in which its id is looked for
 REPORTED: Final = "the replica reported an internal error in the stream"
 R = TypeVar("R", bound=web.StreamResponse)
 
@@ -38,9 +41,37 @@ log = structlog.get_logger()
 
 
 class ForwardedResponse(web.StreamResponse):
-    """An answer whose headers leave in one packet with its first piece, which is here already: one system call less."""
+    """An answer whose headers leave in one packet with its first piece, which is here already: one system call less.
+
+    Its later pieces may be written without a task: the framing of chunks is all that the library would add.
+    """
 
     _send_headers_immediately = False
+
+    _opened: asyncio.Transport | None = None  # None: the answer has a length, so the library must count the bytes
+    _client: asyncio.Transport | None = None  # the same, once the headers are out
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        """As the library does; the headers leave with the first `write`."""
+        writer = await super().prepare(request)
+        self._opened = request.transport if "Transfer-Encoding" in self.headers else None
+        return writer
+
+    async def write(self, data: "bytes | bytearray | memoryview[int]") -> None:
+        """As the library does, with its back-pressure."""
+        await super().write(data)
+        self._client = self._opened
+
+    def can_write_now(self) -> bool:
+        """Whether `write_now` may be called: the headers are out, and the client has read most of what was sent."""
+        return self._client is not None and self._client.get_write_buffer_size() <= MAX_UNREAD
+
+    def write_now(self, chunk: bytes) -> None:
+        """Write a chunk to the client's connection. Raises ConnectionResetError if the client has left."""
+        assert self._client is not None
+        if self._client.is_closing():
+            raise ConnectionResetError("the client left")
+        self._client.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
 
 
 class Forwarder:
@@ -59,7 +90,7 @@ class Forwarder:
         record: RequestState,
         served_name: str,
         journal: Journal | None = None,
-    ) -> web.StreamResponse:
+    ) -> ForwardedResponse:
         """Forward the answer piece by piece; `record.upstream_failed` says whether the replica broke it off.
 
         With a journal, a stream that broke off stays open if another replica can continue it: `journal.broken` says why
@@ -110,7 +141,7 @@ class Forwarder:
 
     async def forward_events(
         self,
-        response: web.StreamResponse,
+        response: ForwardedResponse,
         reply: Reply,
         lease: Lease,
         record: RequestState,
@@ -121,17 +152,35 @@ class Forwarder:
         if journal is not None and reply.identity:
             events = journal.events()
         broken = ""
+
+        feed, add_forwarded, progress = events.feed, record.add_forwarded, lease.progress
+
+        def cut(piece: bytes, before: int) -> bytes:
+            chunk = feed(piece)
+            if journal is not None and not journal.id and before < IDENTIFYING_EVENTS:
+                journal.read_identity(chunk)
+            return chunk
+
+        def forward_now(piece: bytes) -> bool:
+            if not response.can_write_now():
+                return False
+            before = events.events
+            if chunk := cut(piece, before):
+                response.write_now(chunk)
+                add_forwarded(chunk)
+                progress((events.events - before) * OUTPUT_WEIGHT)
+            return True
+
         try:
             try:
                 piece = reply.first
                 while piece:
                     before = events.events
-                    if chunk := events.feed(piece):
-                        if journal is not None and not journal.id:
-                            journal.read_identity(chunk)
+                    if chunk := cut(piece, before):
                         await response.write(chunk)
-                        record.add_forwarded(chunk)
-                        lease.progress((events.events - before) * OUTPUT_WEIGHT)
+                        add_forwarded(chunk)
+                        progress((events.events - before) * OUTPUT_WEIGHT)
+                    await reply.deliver(forward_now)
                     piece = await reply.read_more()
             except DeadlineError as failure:
                 return str(failure)

@@ -26,7 +26,7 @@ from slipway_api.words import count
 from slipway_gateway.apis import GENERATING_PATHS
 from slipway_gateway.engine_streams import VLLM, EngineJournal, can_continue
 from slipway_gateway.fleet import Fleet
-from slipway_gateway.forwarding import Forwarder, uncancel
+from slipway_gateway.forwarding import ForwardedResponse, Forwarder, uncancel
 from slipway_gateway.health import AttemptFailure
 from slipway_gateway.journal import Journal, JournalMemory, prepare
 from slipway_gateway.metrics import Metrics
@@ -67,7 +67,7 @@ class Interrupted:
     """A stream that broke off, with everything that is needed to continue it."""
 
     request: web.Request
-    response: web.StreamResponse
+    response: ForwardedResponse
     journal: Journal
     routing: RoutingRequest
     record: RequestState

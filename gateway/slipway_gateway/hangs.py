@@ -37,7 +37,7 @@ class Pace:
         """A stream that awaited something since then brought it. `least`: seconds that are no hang in any case."""
         # The replica's own pause: after a hang all its streams go on, and only one of them ends the silence.
         pause = now - max(since, self.last_at)
-        is_hang = pause > self.hang_seconds(least)
+        is_hang = pause > least and pause > self.hang_seconds(least)
         usual = min(pause, self._too_long) if is_hang else pause
         self._too_long = pause if is_hang else 0.0
         self.last_at = now

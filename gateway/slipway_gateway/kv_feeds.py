@@ -12,7 +12,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import aiohttp
 import structlog
@@ -24,7 +24,6 @@ from slipway_gateway.fleet import Fleet
 from slipway_gateway.picker.endpoints import Endpoint
 from slipway_gateway.picker.prefix import BLOCK_BYTES
 from slipway_gateway.picker.scorers import RoutingRequest
-from slipway_gateway.upstream import tls_options
 
 log = structlog.get_logger()
 
@@ -149,3 +148,8 @@ class KvFeeds:
 
 class _UnsupportedError(Exception):
     """The replica has no feed."""
+
+
+def tls_options(endpoint: Endpoint, trust: Trust) -> dict[str, Any]:
+    """Arguments of a request to a replica that speaks TLS. Raises NoTrustError; plain text is never tried instead."""
+    return {"ssl": trust.context, "server_hostname": endpoint.tls_name} if endpoint.tls_name else {}

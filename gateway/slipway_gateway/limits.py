@@ -119,7 +119,10 @@ class Limits:
 
     def usage(self, tenant: str) -> Usage:
         """The usage of one tenant."""
-        return self._usages.setdefault(tenant, Usage())
+        usage = self._usages.get(tenant)
+        if usage is None:
+            usage = self._usages[tenant] = Usage()
+        return usage
 
     def admit(self, tenant: Tenant, tokens: int, now: float, *, gateways: int = 1) -> Grant | Denied:
         """Reserve one request of about `tokens`, or name the limit that forbids it. A denied one counts for nothing."""

@@ -24,7 +24,6 @@ from slipway_gateway.sse import says_its_end
 
 SHUTTING_DOWN: Final = "the gateway is shutting down"
 BYTES_PER_TOKEN: Final = 4
-USAGE_BYTES: Final = 8192  # at the end of an answer, where its usage stands
 MAX_ATTEMPT_NOTES: Final = 12  # the last attempts of a request, for its account
 CLIENT_LEFT: Final = 499  # nginx's number for a client that did not wait; only in logs and metrics
 
@@ -149,6 +148,8 @@ class RequestState:
     fallback_from: str = ""  # the served name of the service that was asked, when another one answers
     tenant_limit: str = ""  # the limit of its tenant that refused it
     degraded: str = ""  # what was taken from the request because of overload
+    _found: dict[re.Pattern[bytes], bytes | None] = field(default_factory=dict, repr=False)
+    _found_at: int = -1  # so many bytes of the answer had been forwarded
     attempts: deque[AttemptNote] = field(default_factory=lambda: deque(maxlen=MAX_ATTEMPT_NOTES))
 
     @property
@@ -194,16 +195,16 @@ class RequestState:
     @property
     def prompt_tokens(self) -> int | None:
         """Of the answer's own usage."""
-        return _last_number(_PROMPT_TOKENS, b"".join(self.tail))
+        return self._last_number(_PROMPT_TOKENS)
 
     @property
     def output_tokens(self) -> int | None:
         """Of the answer's own usage."""
-        return _last_number(_OUTPUT_TOKENS, b"".join(self.tail))
+        return self._last_number(_OUTPUT_TOKENS)
 
     def runtime_finish(self) -> str:
         """The finish_reason of the runtime's answer."""
-        return _last_match(_FINISH, b"".join(self.tail))
+        return (self._last_match(_FINISH) or b"").decode()
 
     def usage(self) -> TokenUsage:
         """The tokens that it used: by the answer's own usage, else estimated.
@@ -214,13 +215,25 @@ class RequestState:
             if self.is_abandoned and not self.forwarded and not self.is_cut:
                 return TokenUsage(self.request_bytes // BYTES_PER_TOKEN, 0, 0, is_estimated=True)
             return NOTHING_USED
-        end = b"".join(self.tail)[-USAGE_BYTES:]
-        prompt, output = _last_number(_PROMPT_TOKENS, end), _last_number(_OUTPUT_TOKENS, end)
+        prompt, output = self.prompt_tokens, self.output_tokens
         if prompt is not None:
-            read = _last_number(_READ_TOKENS, end) or 0
-            return TokenUsage(prompt + read, read or _last_number(_CACHED_TOKENS, end) or 0, output or 0)
+            read = self._last_number(_READ_TOKENS) or 0
+            return TokenUsage(prompt + read, read or self._last_number(_CACHED_TOKENS) or 0, output or 0)
         # The last events of a stream are its finish and [DONE].
         return TokenUsage(self.request_bytes // BYTES_PER_TOKEN, 0, max(0, self.events - 2), is_estimated=True)
+
+    def _last_number(self, pattern: re.Pattern[bytes]) -> int | None:
+        found = self._last_match(pattern)
+        return None if found is None else int(found)
+
+    def _last_match(self, pattern: re.Pattern[bytes]) -> bytes | None:
+        """The last match in the answer's last pieces. Searched once, since several parts of the gateway ask for it."""
+        if self._found_at != self.response_bytes:
+            self._found_at, self._found = self.response_bytes, {}
+        if pattern not in self._found:
+            matches = pattern.findall(b"".join(self.tail))
+            self._found[pattern] = matches[-1] if matches else None
+        return self._found[pattern]
 
     def set_broken(self, error: str) -> None:
         """The answer could not be finished."""
@@ -268,13 +281,3 @@ class RequestState:
         """The client left before the end; one that closes after the last event, as stock clients do, has all of it."""
         if not says_its_end(b"".join(self.tail)):
             self.status, self.finish = CLIENT_LEFT, "cancelled"
-
-
-def _last_match(pattern: re.Pattern[bytes], text: bytes) -> str:
-    found = pattern.findall(text)
-    return found[-1].decode() if found else ""
-
-
-def _last_number(pattern: re.Pattern[bytes], text: bytes) -> int | None:
-    found = pattern.findall(text)
-    return int(found[-1]) if found else None

@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
     AliasChoices,
@@ -135,6 +136,8 @@ class GatewaySettings(BaseSettings):
             model, equals, url = part.strip().partition("=")
             if not (equals and model and url.startswith(("http://", "https://"))):
                 raise ValueError(f"must be MODEL=URL[,MODEL=URL…], not {part.strip()!r}")
+            if "@" in urlsplit(url).netloc:
+                raise ValueError(f"the URL of {model!r} must have no user name or password")
             pairs.append((model, url))
         return tuple(pairs)
 

@@ -119,6 +119,11 @@ class MarkedEvents:
         """The events that a mark covers; the usage and whatever else follows the last answer, once it is complete."""
         if self._unmarked is not None:
             return self._pass(chunk)
+        if not self._held and (mark := TOKENS_MARK.search(chunk)) is not None and mark.end() == len(chunk):
+            self._note(mark)  # the usual case: events, their mark, and nothing else
+            out = chunk[: mark.start()]
+            self._last = out or self._last
+            return out
         held, seam = self._held, max(len(self._held) - 1, 0)
         held += chunk
         out = self._covered() if held.find(b"\n\n", seam) >= 0 else b""
@@ -136,12 +141,7 @@ class MarkedEvents:
         for mark in TOKENS_MARK.finditer(held, self._whole):
             covered.append(bytes(held[end : mark.start()]))
             end = mark.end()
-            index, token_ids, ended = mark.groups()
-            if token_ids:
-                self.events += token_ids.count(b",") + 1
-            if ended:
-                self._open_answers -= 1
-            self._on_tokens(int(index), bytes(token_ids), ended is not None)
+            self._note(mark)
         whole = max(held.rfind(b"\n\n", end) + 2, end)
         if not self._open_answers and whole > end:
             # All or nothing: what stands behind the last answer would be said again by a replica that continues.
@@ -152,6 +152,14 @@ class MarkedEvents:
         self._held = held[end:] if end else held
         self._whole = whole - end
         return b"".join(covered)
+
+    def _note(self, mark: re.Match[bytes]) -> None:
+        index, token_ids, ended = mark.groups()
+        if token_ids:
+            self.events += token_ids.count(b",") + 1
+        if ended:
+            self._open_answers -= 1
+        self._on_tokens(int(index), bytes(token_ids), ended is not None)
 
     def _pass(self, chunk: bytes) -> bytes:
         """Forward events that no mark needs to cover any longer, without the marks."""

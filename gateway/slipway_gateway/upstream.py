@@ -13,24 +13,25 @@ UpstreamError
 
 import asyncio
 import math
-import socket
+import re
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 from weakref import WeakValueDictionary
 
-import aiohttp
 from multidict import CIMultiDict
-from yarl import URL
 
 from slipway_api.names import HEADER_REQUEST_ID, HEADER_REVISION, HEADER_TOKEN_IDS, INTERNAL_HEADERS
 from slipway_api.trust import NoTrustError, Trust
 from slipway_gateway.hangs import LATE_SECONDS, Pace
 from slipway_gateway.load_reports import LOAD_FORMAT, LOAD_FORMAT_HEADER, LOAD_HEADER
 from slipway_gateway.picker.endpoints import STATIC_REVISION, Endpoint
+from slipway_gateway.replica_connection import ReplicaConnection
+from slipway_gateway.replica_pool import ConnectionPool, Destination, Origin, origin_of
 
 # Response headers that are forwarded to the client. All others (Server, Date, Connection …) are dropped.
 RESPONSE_HEADERS: Final = frozenset(
@@ -41,6 +42,9 @@ RESPONSE_PREFIXES: Final = ("x-slipway-", "x-ratelimit-", "openai-")
 REQUEST_HEADERS: Final = ("content-type", "accept", "traceparent", "tracestate")
 DEADLINE: Final = "the request's deadline passed"
 MAX_CAUSES: Final = 10  # of an error
+# A kept connection that closes so soon after a request, without a byte, was closed before the request arrived.
+RACE_SECONDS: Final = 0.25
+_FORGED: Final = re.compile(r"[\r\n\0]")
 LOOKS: Final = 8  # at a hang, while no other replica can take the stream
 
 
@@ -110,6 +114,7 @@ class Verdict:
 
 
 MOVED: Final = Verdict(MovedError, "the replica hangs or left the fleet")
+LOST: Final = Verdict(LostError, "connection lost")
 
 
 class FirstByteWait:
@@ -148,24 +153,23 @@ class FirstByteWait:
 class Reply:
     """A replica's answer from its first byte on."""
 
-    __slots__ = ("_response", "_silence", "first", "first_at", "headers", "identity", "load_report", "status", "waited")
+    __slots__ = ("_connection", "_silence", "first", "first_at", "headers", "identity", "is_stream", "load_report",
+                 "status", "waited")  # fmt: skip
 
-    def __init__(self, response: aiohttp.ClientResponse, first: bytes, silence: "Silence") -> None:
-        self._response = response
+    def __init__(self, connection: ReplicaConnection, first: bytes, silence: "Silence") -> None:
+        self._connection = connection
         self._silence = silence
-        self.status = response.status
+        headers = connection.headers
+        self.status = connection.status
+        # Whether these are server-sent events.
+        self.is_stream = headers.get("content-type", "").partition(";")[0].strip().lower() == "text/event-stream"
         # Model, revision, tokenizer and adapter of a stream with marks (`stream_marks`); empty: it has no marks.
-        self.identity = response.headers.get(HEADER_TOKEN_IDS, "")
-        self.headers = _for_client(response.headers)
-        self.load_report = response.headers.get(LOAD_HEADER, "")
+        self.identity = headers.get(HEADER_TOKEN_IDS, "")
+        self.headers = _for_client(headers)
+        self.load_report = headers.get(LOAD_HEADER, "")
         self.first = first  # b"": the answer has no body
         self.first_at = time.monotonic()
         self.waited = 0.0  # seconds for pieces after the first; a client that reads slowly does not add to them
-
-    @property
-    def is_stream(self) -> bool:
-        """Whether these are server-sent events."""
-        return self._response.content_type == "text/event-stream"
 
     def watch_for_hang(self, can_move: Callable[[], bool]) -> None:
         """From now on a hang of the replica ends the stream early, if another replica could continue it."""
@@ -173,7 +177,7 @@ class Reply:
 
     async def read_whole(self, limit: int) -> None:
         """Read the rest into `first`, unless the answer says to be larger than that or does not say it."""
-        length = self._response.content_length
+        length = self._connection.content_length
         if length is None or length > limit:
             return
         while piece := await self.read_more():
@@ -186,16 +190,22 @@ class Reply:
         """
         self._silence.start()
         waiting_since = time.monotonic()
-        try:
-            piece = await self._response.content.readany()
-        except (aiohttp.ClientError, OSError) as error:
-            verdict = self._silence.verdict or Verdict(LostError, "connection lost")
-            raise verdict.error() from _without_frames(error)
-        if self._silence.verdict is not None and not piece:
-            raise self._silence.verdict.error()
+        piece = await self._connection.read()
+        if piece is None:
+            raise (self._silence.verdict or LOST).error()
         self._silence.stop()
         self.waited += time.monotonic() - waiting_since
         return piece
+
+    async def deliver(self, take: Callable[[bytes], bool]) -> None:
+        """Pass each piece to `take` as soon as it is read, without a task switch, until it returns False.
+
+        Returns when a piece is not taken, or when no more come: `read_more` has the piece, the end or the failure.
+        """
+        waiting_since = time.monotonic()
+        await self._connection.deliver(self._silence.observing(take))
+        self._silence.pause()
+        self.waited += time.monotonic() - waiting_since
 
 
 class Silence:
@@ -246,6 +256,24 @@ class Silence:
         if self._since is not None:
             self._pace.observe(self._since, self._loop.time(), self._timeouts.hang_seconds)
             self._since = None
+
+    def pause(self) -> None:
+        """Stop the timeout, because nobody reads."""
+        self._since = None
+
+    def observing(self, take: Callable[[bytes], bool]) -> Callable[[bytes], bool]:
+        """Start the timeout; the same function, which starts it anew with each piece."""
+        clock, observe, least = self._loop.time, self._pace.observe, self._timeouts.hang_seconds
+        since = self._since = clock()
+
+        def observed(piece: bytes) -> bool:
+            nonlocal since
+            now = clock()
+            observe(since, now, least)
+            since = self._since = now
+            return take(piece)
+
+        return observed
 
     def cancel(self) -> None:
         """Cancel the timer for good, because the connection is no longer used."""
@@ -310,28 +338,18 @@ class Upstream:
         self._serving_headers = serving_headers
         self._trust = trust or Trust()
         self.timeouts = timeouts or UpstreamTimeouts()
-        self._session: aiohttp.ClientSession | None = None
+        self.pool = ConnectionPool(
+            connect_seconds=self.timeouts.connect_seconds,
+            unacknowledged_seconds=self.timeouts.unacknowledged_seconds,
+        )
+        self._public_trust: ssl.SSLContext | None = None
         self._paces: WeakValueDictionary[str, Pace] = WeakValueDictionary()  # by endpoint, while it has answers open
 
     async def __aenter__(self) -> "Upstream":
-        # The pool is unbounded: requests are bounded for each service before they come here, and a queue here would
-        # hide the load. Idle connections close before uvicorn's 5 s do, or requests would run into closed ones.
-        connector = aiohttp.TCPConnector(
-            limit=0, keepalive_timeout=4.0, use_dns_cache=False, socket_factory=self._socket
-        )
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.timeouts.connect_seconds),
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            trust_env=False,  # proxy variables are for egress from the cluster, not for its pods
-            skip_auto_headers=("User-Agent", "Accept-Encoding"),
-        )
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        if self._session is not None:
-            await self._session.close()
+        self.pool.close()
 
     @asynccontextmanager
     async def attempt(
@@ -349,63 +367,60 @@ class Upstream:
 
         Leaving before the end closes the connection: that is how a cancelled request reaches the runtime.
         """
-        response: aiohttp.ClientResponse | None = None
-        silence: Silence | None = None
+        destination = self._destination(endpoint)
+        head = request_head(destination.origin, path, {**headers, **self._serving_headers(endpoint)}, len(body))
+        connection, silence = self.pool.take(destination), None
         try:
             async with wait:
-                response = await self._post(endpoint, path, body, headers)
-                first = await _read(response)
+                first, was_sent = None, False
+                if connection is not None:
+                    sent, was_sent = time.monotonic(), True
+                    first = await connection.send(head, body)
+                    if first is None and not connection.has_answered and time.monotonic() - sent < RACE_SECONDS:
+                        # It closed an idle connection while the request was on its way: most probably unread.
+                        connection.close()
+                        connection = None
+                if connection is None:
+                    connection = await self._connect(destination, was_sent=was_sent)
+                    first = await connection.send(head, body)
+                if first is None:
+                    raise LOST.error()
             del body  # it was sent and answered; the answer may take minutes
             pace = self._paces.setdefault(endpoint.name, Pace())
-            silence = Silence(self.timeouts, deadline, pace, response.close)
-            yield Reply(response, first, silence)
+            silence = Silence(self.timeouts, deadline, pace, connection.close)
+            yield Reply(connection, first, silence)
         finally:
             if silence is not None:
                 silence.cancel()
-            if response is not None:
-                # After the last byte this gives the connection back; before it, it cuts the connection.
-                response.release() if response.content.at_eof() else response.close()
+            if connection is not None:
+                # After the last byte this keeps the connection; before it, it cuts the connection.
+                self.pool.give_back(destination, connection)
 
-    async def _post(
-        self, endpoint: Endpoint, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> aiohttp.ClientResponse:
-        """Send the request; returns with the answer's headers."""
-        assert self._session is not None, "used outside `async with`"
-        url = URL(endpoint.url + path, encoded=True)
-        headers = {**headers, **self._serving_headers(endpoint)}
+    def _destination(self, endpoint: Endpoint) -> Destination:
+        origin = origin_of(endpoint.url)
+        if endpoint.tls_name:
+            try:
+                return Destination(origin, self._trust.context, endpoint.tls_name)
+            except NoTrustError as error:
+                message = "the replica's certificate cannot be verified: no authority is known"
+                raise UnreachableError(message) from error
+        if not origin.speaks_tls:
+            return Destination(origin)
+        if self._public_trust is None:
+            self._public_trust = ssl.create_default_context()
+        return Destination(origin, self._public_trust)
+
+    async def _connect(self, destination: Destination, *, was_sent: bool) -> ReplicaConnection:
+        """A new connection. `was_sent`: the request has been sent before, so the replica may have got it."""
         try:
-            tls = tls_options(endpoint, self._trust)
-            return await self._session.post(url, data=body, headers=headers, allow_redirects=False, **tls)
-        except NoTrustError as error:
-            raise UnreachableError("the replica's certificate cannot be verified: no authority is known") from error
-        except aiohttp.ClientConnectorCertificateError as error:
-            raise UnreachableError(f"the replica's certificate is refused: {_why(error.certificate_error)}") from error
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise UnreachableError("no connection") from _without_frames(error)
-        except (aiohttp.ClientError, OSError) as error:
-            raise LostError("connection lost") from _without_frames(error)
-
-    def _socket(self, address: Any) -> socket.socket:
-        """A socket with a short TCP user timeout: a lost node sends no FIN."""
-        family, kind, protocol, _, _ = address
-        made = socket.socket(family, kind, protocol)
-        made.setblocking(False)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        seconds = self.timeouts.unacknowledged_seconds
-        for option, value in (
-            ("TCP_KEEPIDLE", max(1, int(seconds / 2))),
-            ("TCP_KEEPINTVL", max(1, int(seconds / 4))),
-            ("TCP_KEEPCNT", 2),
-            ("TCP_USER_TIMEOUT", int(seconds * 1000)),
-        ):
-            if hasattr(socket, option):
-                made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        return made
-
-
-def tls_options(endpoint: Endpoint, trust: Trust) -> dict[str, Any]:
-    """Arguments of a request to a replica that speaks TLS. Raises NoTrustError; plain text is never tried instead."""
-    return {"ssl": trust.context, "server_hostname": endpoint.tls_name} if endpoint.tls_name else {}
+            return await self.pool.connect(destination)
+        except OSError as error:
+            if was_sent:
+                raise LOST.error() from _without_frames(error)
+            reason = "no connection"
+            if isinstance(error, ssl.SSLCertVerificationError):
+                reason = f"the replica's certificate is refused: {_why(error)}"
+            raise UnreachableError(reason) from _without_frames(error)
 
 
 def _why(error: Exception) -> str:
@@ -419,18 +434,11 @@ def answers_for_other(endpoint: Endpoint, reply: Reply) -> bool:
     return bool(named) and endpoint.revision not in (named, STATIC_REVISION)
 
 
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    try:
-        return await response.content.readany()
-    except (aiohttp.ClientError, OSError) as error:
-        raise LostError("connection lost") from _without_frames(error)
-
-
 def _without_frames(error: BaseException) -> BaseException:
     """The same error without its tracebacks, and those of its causes.
 
-    aiohttp keeps errors in local variables of frames that are in these tracebacks: a cycle, which would hold the body
-    of the request until the cyclic collector runs.
+    What connects keeps errors in local variables of frames that are in these tracebacks: a cycle, which would hold the
+    body of the request until the cyclic collector runs.
     """
     cause: BaseException | None = error
     for _ in range(MAX_CAUSES):  # causes may form a ring
@@ -439,6 +447,16 @@ def _without_frames(error: BaseException) -> BaseException:
         cause.__traceback__ = None
         cause = cause.__cause__ or cause.__context__
     return error
+
+
+def request_head(origin: Origin, path: str, headers: Mapping[str, str], length: int) -> bytes:
+    """The head of a POST request. Raises ValueError if a line break in a value would forge another header."""
+    lines = [f"POST {origin.prefix}{path} HTTP/1.1", f"Host: {origin.name}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    lines.append(f"Content-Length: {length}")
+    if _FORGED.search("\t".join(lines)) or " " in path:
+        raise ValueError("a header of the request has a line break")
+    return "\r\n".join((*lines, "\r\n")).encode("utf-8", "surrogateescape")
 
 
 def request_headers(from_client: Mapping[str, str], request_id: str) -> dict[str, str]:

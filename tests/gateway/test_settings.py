@@ -39,6 +39,11 @@ def test_every_mistake_is_named_at_once(monkeypatch):
         assert f"SLIPWAY_{name} is '{value}': " in str(error.value)
 
 
+def test_credentials_in_a_static_url_are_refused():
+    with pytest.raises(SettingsError, match="the URL of 'a' must have no user name or password"):
+        read_settings(["--static", "a=http://user:word@x:1"])
+
+
 def test_a_number_that_helm_rendered_as_a_float_is_refused_with_variable_and_value(monkeypatch):
     """review/operator-users.md 7: the message named neither."""
     monkeypatch.setenv("SLIPWAY_MAX_TOKENS", "1e+06")

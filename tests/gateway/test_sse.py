@@ -132,6 +132,11 @@ def test_each_byte_of_a_stream_is_searched_once_however_small_its_pieces_are(mon
             searched += len(text) - start
             return TOKENS_MARK.finditer(text, start)
 
+        def search(self, text):
+            nonlocal searched
+            searched += len(text)
+            return TOKENS_MARK.search(text)
+
     monkeypatch.setattr(sse, "TOKENS_MARK", Counting())
     events = MarkedEvents(1, lambda *_: None)
     stream = b"data: 1\n\n" * 20_000

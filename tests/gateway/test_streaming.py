@@ -103,6 +103,29 @@ async def test_a_client_that_leaves_while_it_still_sends_leaves_nothing_behind()
         assert runtime.requests == 0
 
 
+async def test_headers_come_before_a_stream_whose_first_piece_is_half_an_event():
+    async def stutter(runtime, request):
+        response = await begin_stream(request)
+        whole = event(chunk("Once"))
+        for part in (
+            whole[:25],
+            whole[25:] + event(chunk(" upon"))[:9],
+            event(chunk(" upon"))[9:],
+            b"data: [DONE]\n\n",
+        ):
+            await response.write(part)
+            await runtime.allowed.acquire()
+        return response
+
+    async with Runtime(stutter).hold() as runtime, a_gateway(runtime) as gateway, a_caller(gateway) as caller:
+        call = asyncio.create_task(caller.chat(stream=True).__aenter__())
+        await until(lambda: any(record.first_byte for record in gateway.requests._open.values()))
+        runtime.allow(4)
+        async with await call as response:
+            assert response.headers["Content-Type"] == "text/event-stream"
+            assert text_of(await events_of(response)) == "Once upon"
+
+
 async def test_a_replica_that_dies_in_the_middle_ends_the_stream_with_an_error_event_after_whole_events_only():
     async with Runtime(die_after_two_words) as runtime, a_gateway(runtime) as gateway, a_caller(gateway) as caller:
         async with caller.chat(stream=True) as response:

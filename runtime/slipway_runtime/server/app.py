@@ -8,7 +8,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Iterator
 
-import httptools  # type: ignore[import-untyped]  # it has no types
+import httptools
 import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message
