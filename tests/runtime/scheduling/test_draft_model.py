@@ -54,8 +54,8 @@ def test_a_useless_draft_model_costs_a_bounded_number_of_passes():
     assert play.text("a") == continuation([1, 2, 3], 1200)
     assert stats.draft_model.accepted_tokens == 0
     assert drafted(play)[:3] == [3, 1, 1]
-    # 3 + 1 + 1 passes, one after each rest of the row (16, 32, 64 tokens), then it rests for all rows: after 256 steps.
-    assert stats.draft_model.passes == 5 + 3
+    # 3 + 1 + 1 passes, one after each rest (16, 32, 64, 128 tokens); after 256 steps it rests for all rows.
+    assert stats.draft_model.passes == 5 + 4
 
 
 @pytest.mark.capability("SD-4", "SD-2", "BS-7")
