@@ -295,10 +295,21 @@ class Play:
 
     def _schedule(self) -> None:
         self.plan = self.scheduler.schedule(self.now)
+        self._check_drafts()
         self.plans.append(self.plan)
         self.all_plans.append(self.plan)
         for load in self.plan.adapter_loads:
             assert load.digest in self.host, "a slot is loaded from host memory"
+
+    def _check_drafts(self) -> None:
+        """A draft model that drafted for a row has the tokens of its sequence, not those that were rejected."""
+        if self.draft is None or not self.plan.drafts:
+            return
+        drafted = {row: drafts for row, drafts in zip(self.plan.rows, self.plan.drafts, strict=True) if drafts}
+        for sequence in self.scheduler._table.running:
+            if sequence.row in drafted and sequence.drafted_by_model:
+                expected = [*sequence.token_ids, *drafted[sequence.row]]
+                assert self.draft.worker.tokens[sequence.row] == expected
 
     def run(self, most_steps: int = 10_000) -> "Play":
         for _ in range(most_steps):

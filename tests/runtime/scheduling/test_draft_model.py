@@ -80,6 +80,8 @@ def test_drafts_are_as_long_as_the_row_accepts():
     play.run()
     assert play.text("a") == continuation([1, 2, 3], 200)
     assert max(drafted(play)[5:]) <= 2
+    stats = play.scheduler.stats(0.0)
+    assert stats.accepted_by_position[0] == stats.drafts, "after a rejection it drafts from the right tokens"
     longer = a_play(PaperDraft(SIZE, wrong_after=6), most=8)
     longer.add("a", [1, 2, 3], max_tokens=200)
     longer.run()
@@ -137,6 +139,11 @@ def test_the_draft_model_computes_an_equal_prompt_once():
     assert play.text("a") == play.text("b") == continuation(prompt, 10)
     assert before > 40
     assert play.draft_model.computed_tokens - before < 20
+    before = play.draft_model.computed_tokens
+    play.add("c", [*prompt, *play.text("a")], max_tokens=10)
+    play.run()
+    assert play.outputs["c"][0].cached_tokens == 48
+    assert play.draft_model.computed_tokens - before < 30, "the answer up to its last drafts is found too"
     play.scheduler.forget_prefixes()
     assert play.draft_model.pool.cached == 0
 
