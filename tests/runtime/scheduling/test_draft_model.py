@@ -14,7 +14,8 @@ from slipway_runtime.scheduling.draft_pace import (
     pace_after_tokens,
     pace_after_verification,
 )
-from tests.runtime.paper_worker import PaperDraft, Play, continuation
+from slipway_runtime.scheduling.sequence import Sequence
+from tests.runtime.paper_worker import VOCABULARY, PaperDraft, Play, continuation
 
 SIZE = 4
 
@@ -112,6 +113,28 @@ def test_prompt_lookup_comes_first_where_it_finds_something():
     assert 0 < stats.draft_model.draft_tokens < 0.5 * stats.draft_tokens
     assert stats.accepted_tokens > 0.9 * stats.draft_tokens
     assert sum(stats.accepted_by_position) == stats.accepted_tokens
+
+
+class EverySecondTime:
+    """A drafter that finds something every second time, and is wrong."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        self.calls += 1
+        return (VOCABULARY,) if self.calls % 2 else ()
+
+
+@pytest.mark.capability("SD-4")
+def test_rejected_tokens_are_computed_again_when_other_steps_came_between():
+    play = a_play(PaperDraft(SIZE, wrong_after=2), most=6, drafter=EverySecondTime())
+    play.add("a", [1, 2, 3], max_tokens=80)
+    play.run()  # which compares the tokens of the draft model with those of the sequence
+    of_model = play.scheduler.stats(0.0).draft_model
+    assert play.text("a") == continuation([1, 2, 3], 80)
+    assert of_model.accepted_tokens > 15
+    assert of_model.accepted_tokens >= of_model.draft_tokens / 2
 
 
 @pytest.mark.capability("SD-4")
