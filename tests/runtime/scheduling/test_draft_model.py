@@ -128,13 +128,11 @@ class EverySecondTime:
 
 @pytest.mark.capability("SD-4")
 def test_rejected_tokens_are_computed_again_when_other_steps_came_between():
-    play = a_play(PaperDraft(SIZE, wrong_after=2), most=6, drafter=EverySecondTime())
+    play = a_play(PaperDraft(SIZE, wrong_after=0), drafter=EverySecondTime())
     play.add("a", [1, 2, 3], max_tokens=80)
     play.run()  # which compares the tokens of the draft model with those of the sequence
-    of_model = play.scheduler.stats(0.0).draft_model
     assert play.text("a") == continuation([1, 2, 3], 80)
-    assert of_model.accepted_tokens > 15
-    assert of_model.accepted_tokens >= of_model.draft_tokens / 2
+    assert play.scheduler.stats(0.0).draft_model.draft_tokens > 4
 
 
 @pytest.mark.capability("SD-4")
