@@ -13,6 +13,7 @@ import structlog
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from slipway_api import names
 from slipway_runtime.engine.decide import EnginePlan, decide
 from slipway_runtime.engine.parts import Beside, load_weights, step_bytes
 from slipway_runtime.engine.sleep import Sleeper
@@ -106,7 +107,7 @@ def decide_draft(plan: EnginePlan) -> EnginePlan | None:
     if options.speculation != "draft":
         return None
     if not options.draft_model:
-        raise ModelRefusedError("speculation draft needs a draft model: set --draft-model")
+        raise _refused("speculation draft needs a draft model: set --draft-model-uri")
     path = Path(options.draft_model)
     own = msgspec.structs.replace(
         options,
@@ -126,7 +127,7 @@ def decide_draft(plan: EnginePlan) -> EnginePlan | None:
     try:
         draft = decide(path, own)
     except ModelRefusedError as error:
-        raise ModelRefusedError(f"the draft model cannot be used: {error}") from error
+        raise _refused(f"the draft model cannot be used: {error}") from error
     _check_vocabularies(plan, draft)
     return replace(draft, max_model_len=min(draft.max_model_len, plan.max_model_len))
 
@@ -211,13 +212,13 @@ def _check_vocabularies(plan: EnginePlan, draft: EnginePlan) -> None:
     of_draft = draft.model_path / "tokenizer.json"
     if not tokenizers.is_file():
         if draft.config.vocab_size != plan.config.vocab_size:
-            raise ModelRefusedError(
+            raise _refused(
                 f"the draft model has a vocabulary of {draft.config.vocab_size} tokens, and the model one of "
                 f"{plan.config.vocab_size}: choose a draft model with the tokenizer of the model"
             )
         return
     if not of_draft.is_file():
-        raise ModelRefusedError(
+        raise _refused(
             "the draft model has no tokenizer.json, so its vocabulary cannot be compared with that of the model: "
             "add the file beside its weights"
         )
@@ -227,13 +228,18 @@ def _check_vocabularies(plan: EnginePlan, draft: EnginePlan) -> None:
         tokens, others = (Tokenizer.from_file(str(path)).get_vocab() for path in (tokenizers, of_draft))
         if tokens != others:
             differing = sorted(dict(tokens.items() ^ others.items()))
-            raise ModelRefusedError(
+            raise _refused(
                 f"the draft model has another tokenizer: {len(differing)} tokens have other ids or are missing, the "
                 f"first is {differing[0]!r}: choose a draft model with the tokenizer of the model"
             )
     highest = max((tokens or Tokenizer.from_file(str(tokenizers)).get_vocab()).values(), default=0)
     if highest >= draft.config.vocab_size:
-        raise ModelRefusedError(
+        raise _refused(
             f"the draft model embeds {draft.config.vocab_size} tokens, and its tokenizer has ids up to {highest}: "
             "choose another draft model"
         )
+
+
+def _refused(sentence: str) -> ModelRefusedError:
+    """The error, beginning with the word and the field from which the operator makes a condition."""
+    return ModelRefusedError(f"{names.WORD_INVALID_SPEC}{names.DRAFT_MODEL_FIELD}: {sentence}")

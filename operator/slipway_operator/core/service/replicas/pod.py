@@ -251,6 +251,7 @@ def model_spec(service: InferenceService, revision: Revision) -> ModelSpec:
         tensor_parallel_size=runtime.tensor_parallel_size,
         speculation=runtime.speculation.method,
         speculation_max_tokens=runtime.speculation.max_tokens if drafts else 0,
+        draft_model_uri=model_access.draft_model_uri(runtime),
         max_adapters=lora.max_adapters if lora is not None else 0,
         max_cpu_adapters=lora.max_cpu_adapters if lora is not None else 0,
         max_rank=lora.max_rank if lora is not None else 0,
@@ -312,7 +313,7 @@ def _environment(
         sources = engine_pod.without_own_variables(sources)
     if not _has_gpu(service, overlay):
         own.append(NO_GPU)
-    keys = model_access.credentials(service.spec.model)
+    keys = model_access.credentials(service.spec.model, service.spec.runtime)
     return _merged("name", defaults, sources, keys, service.spec.runtime.env, overlay.env, own)
 
 
