@@ -86,16 +86,16 @@ def fetch_model(settings: RuntimeSettings) -> Fetched:
     beside = directory
     if settings.tokenizer_uri:
         beside = fetch(settings.tokenizer_uri, cache=settings.cache_directory, weights=False)
-    draft = _fetch_draft_model(settings) if settings.draft_model_uri else None
+    draft = fetch_draft_model(settings.draft_model_uri, settings.cache_directory) if settings.draft_model_uri else None
     seconds = time.monotonic() - began
     tokenizer = load_tokenizer(beside, chat_template=settings.chat_template, expected_sha256=settings.tokenizer_sha256)
     return Fetched(directory, beside, tokenizer, seconds, draft)
 
 
-def _fetch_draft_model(settings: RuntimeSettings) -> Path:
+def fetch_draft_model(uri: str, cache: Path) -> Path:
     """Fetch the draft model. An error says that it is about that, and not about the model."""
     try:
-        return fetch(settings.draft_model_uri, cache=settings.cache_directory)
+        return fetch(uri, cache=cache)
     except (ModelNotFoundError, FileNotFoundError) as error:
         raise FetchError(f"{names.WORD_INVALID_SPEC}{names.DRAFT_MODEL_FIELD}: {error}") from error
     except FetchError as error:

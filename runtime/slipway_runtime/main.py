@@ -83,6 +83,7 @@ def pull(uri: str, cache: Path) -> int:
 
 def pre_pull(uri: str, tokenizer_uri: str, cache: Path, *, draft_model_uri: str = "") -> int:
     """Fetch a model into the cache, with its draft model and a tokenizer that is elsewhere; returns the exit code."""
+    from slipway_runtime.loading import fetch_draft_model
     from slipway_runtime.storage.fetch import FetchError, fetch, shown
     from slipway_runtime.termination import termination_message, write_termination_message
 
@@ -91,7 +92,7 @@ def pre_pull(uri: str, tokenizer_uri: str, cache: Path, *, draft_model_uri: str 
         if tokenizer_uri:
             fetch(tokenizer_uri, cache=cache, weights=False)
         if draft_model_uri:
-            fetch(draft_model_uri, cache=cache)
+            fetch_draft_model(draft_model_uri, cache)
     except FetchError as error:
         message = termination_message(uri, error)
         print(f"slipway-runtime: cannot bring {shown(uri)}: {error}", file=sys.stderr)

@@ -3,6 +3,7 @@
 Whatever happens in whatever order, each answer is that of an engine without drafts, or a part of it if it was aborted.
 """
 
+import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -112,9 +113,22 @@ class Played:
             if disturbed and arrival.pause_for is not None:
                 served.engine._scheduler.pause(name, True, 0.0)
                 later.append((self.steps + arrival.pause_for, "resume", name))
-        while later:
+        self._adapter_read = threading.Event()
+        served.engine._adapters.wake = self._adapter_read.set
+        while later or self._is_unfinished(arrivals):
+            if not later and not served.engine.has_work:  # all that is left waits for an adapter that was evicted
+                assert self._adapter_read.wait(60), "an adapter is not read"
+                self._adapter_read.clear()
             self._step(1, later)
         served.finish()
+
+    def _is_unfinished(self, arrivals: list[Arrival]) -> bool:
+        ends = [
+            self.served.outputs.get((name, choice), [None])[-1]
+            for name, arrival in zip(self.names, arrivals, strict=True)
+            for choice in range(arrival.n)
+        ]
+        return any(end is None or end.finish_reason is None for end in ends)
 
     def _step(self, count: int, later: list[tuple[int, str, str]]) -> None:
         engine = self.served.engine
