@@ -89,6 +89,11 @@ def _draft_tokens(spec: InferenceServiceSpec) -> str:
     return "" if speculation.method is SpeculationMethod.NONE else str(speculation.max_tokens)
 
 
+def _draft_model(spec: InferenceServiceSpec) -> str:
+    draft = spec.runtime.speculation.draft_model
+    return "" if draft is None else draft.uri
+
+
 def _adapted_experts(spec: InferenceServiceSpec) -> str:
     lora = spec.runtime.lora
     return "true" if lora is not None and lora.experts else ""
@@ -136,6 +141,7 @@ FIELDS: Final[Mapping[str, Callable[[InferenceServiceSpec], str]]] = {
     "runtime.kvCache.hostBytes": _host_bytes,
     "runtime.speculation.method": _at("runtime", "speculation", "method"),
     "runtime.speculation.maxTokens": _draft_tokens,
+    "runtime.speculation.draftModel.uri": _draft_model,
     "runtime.lora.maxAdapters": _at("runtime", "lora", "max_adapters"),
     "runtime.lora.maxCPUAdapters": _at("runtime", "lora", "max_cpu_adapters"),
     "runtime.lora.maxRank": _at("runtime", "lora", "max_rank"),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import Field
 
 from slipway_api.conditions import Conditions
-from slipway_api.model_spec import adapter_uri_rule
+from slipway_api.model_spec import fetched_uri_rule
 from slipway_api.names import API_VERSION
 from slipway_api.types import (
     DecimalString,
@@ -47,7 +47,7 @@ class AdapterSource(Struct):
     """The address of the adapter's files, and the credentials for it."""
 
     model_config = cel_rules(
-        adapter_uri_rule(),
+        fetched_uri_rule(),
         Rule(
             "!has(self.digest) || self.digest.matches('^(sha256:[0-9a-f]{64})?$')",
             "digest must be sha256: and 64 hex digits",

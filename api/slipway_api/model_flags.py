@@ -45,6 +45,7 @@ def model_flags(spec: ModelSpec) -> list[str]:
         flags += _flag(spec, "tensor_parallel_size")
     if spec.speculation is not SpeculationMethod.NONE:
         flags += [part for name in OF_SPECULATION for part in _flag(spec, name)]
+        flags += _flag(spec, "draft_model_uri") if spec.draft_model_uri else []
     if spec.max_adapters:
         flags += [part for name in OF_ADAPTERS for part in _flag(spec, name)]
         flags += ["--lora-experts"] if spec.lora_experts else []

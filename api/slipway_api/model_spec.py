@@ -41,8 +41,8 @@ def _is_uri(field: str, *kinds: str) -> str:
     return f"{field}.matches('^({'|'.join(kinds)})$') && !{field}.matches('/[.][.](/|$)')"
 
 
-def adapter_uri_rule() -> Rule:
-    """The rule for the address of an adapter: pods mount no claim for it, so pvc:// is not among the schemes."""
+def fetched_uri_rule() -> Rule:
+    """The rule for the address of an adapter or a draft model: pods mount no volume for it, so not pvc:// or oci://."""
     return Rule(_is_uri("self.uri", _HF, _S3, _HTTP, _FILE), f"uri {_URI_HELP.format('')}", ".uri")
 
 

@@ -163,6 +163,7 @@ CA_DIRECTORY: Final = "/etc/slipway/ca"  # where the ConfigMap of spec.model.net
 ENV_KERNELS_KEY: Final = "SLIPWAY_KERNELS_KEY"
 # Set in pods that bring a model to a node: the address of its tokenizer, or empty.
 ENV_PRE_PULL_TOKENIZER: Final = "SLIPWAY_PRE_PULL_TOKENIZER"
+ENV_PRE_PULL_DRAFT_MODEL: Final = "SLIPWAY_PRE_PULL_DRAFT_MODEL"
 ADAPTERS_DIRECTORY: Final = "/etc/slipway/adapters"  # where the ConfigMap <service>-adapters is mounted, read-only
 ADAPTERS_FILE: Final = "adapters.json"  # its key: a BootList, which the runtime loads at every start
 EMBEDDED_MODEL: Final = "file:///opt/slipway/models/tiny"
@@ -171,6 +172,7 @@ WORD_MODEL_NOT_FOUND: Final = "ModelNotFound: "
 WORD_CREDENTIALS_INVALID: Final = "CredentialsInvalid: "
 WORD_HUB_UNREACHABLE: Final = "HubUnreachable: "
 WORD_INVALID_SPEC: Final = "InvalidSpec: "  # followed by the field of the spec
+DRAFT_MODEL_FIELD: Final = "spec.runtime.speculation.draftModel.uri"
 WORD_DOES_NOT_FIT: Final = "DoesNotFit: "
 # Prefix of the termination message of a runtime whose GPU failed: another node may do better.
 WORD_GPU_FAULT: Final = "GPUFault: "

@@ -276,6 +276,7 @@ class ModelSpec(Body):
     tensor_parallel_size: int = 0
     speculation: SpeculationMethod = SpeculationMethod.NONE
     speculation_max_tokens: int = 0
+    draft_model_uri: str = ""
     task: Task = Task.GENERATE
     pooling: Pooling = Pooling.AUTO
     max_adapters: int = 0

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from slipway_api.model_spec import fetched_uri_rule
 from slipway_api.overlay import EnvVar
 from slipway_api.types import (
     BYTES_PATTERN,
@@ -89,15 +90,38 @@ class SpeculationMethod(StrEnum):
 
     NONE = "none"
     PROMPT_LOOKUP = "promptLookup"
+    DRAFT = "draft"
+
+
+class DraftModel(Struct):
+    """A small model whose tokenizer is that of the model."""
+
+    model_config = cel_rules(fetched_uri_rule())
+
+    uri: str = Field(min_length=1, max_length=512)
+    """Its address: hf://, s3://, https:// or file://. It is read with the credentials, the network and the cache of
+    spec.model."""
 
 
 class Speculation(Struct):
     """Tokens guessed ahead and checked together."""
 
+    model_config = cel_rules(
+        Rule(
+            "(self.method == 'draft') == has(self.draftModel)",
+            "draftModel is needed for method draft, and only there",
+            ".draftModel",
+        )
+    )
+
     method: SpeculationMethod = SpeculationMethod.NONE
-    """none, or promptLookup: what followed the last tokens where they occurred before, in prompt or answer."""
+    """none; promptLookup: what followed the last tokens where they occurred before, in prompt or answer; or draft: the
+    same, and where it finds nothing what draftModel would say."""
     max_tokens: int = Field(default=4, ge=1, le=32)
     """Most tokens guessed in one step; fewer are tried where guesses fail."""
+    draft_model: DraftModel | None = None
+    """For method draft: the model that guesses. It takes GPU memory beside the model, for its weights and for its own
+    KV cache, which is part of kvCache."""
 
 
 class LoRA(Struct):

@@ -166,6 +166,12 @@ def parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--speculation", choices=("", *SpeculationMethod), default="", help="where drafts come from")
     serve.add_argument("--speculation-max-tokens", type=int, default=0, help="tokens drafted at most in one step")
+    serve.add_argument(
+        "--draft-model-uri",
+        default="",
+        metavar="URI",
+        help="with --speculation draft: a small model with this tokenizer",
+    )
     _add_adapter_flags(serve)
     serve.add_argument(
         "--kv-events-endpoint",

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
+from slipway_api import names
 from slipway_api.runtime_spec import Pooling, Task
 from slipway_runtime.boot_memory import BootMemory
 from slipway_runtime.cgroups import ContainerLimits, read_limits
@@ -25,8 +26,9 @@ from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.messages import Loading, WarmingUp
 from slipway_runtime.server.tokenizer import TokenizerFiles, load_tokenizer
 from slipway_runtime.settings import RuntimeSettings
-from slipway_runtime.storage.fetch import check_digest, fetch
+from slipway_runtime.storage.fetch import FetchError, check_digest, fetch
 from slipway_runtime.storage.kernel_store import FOLDER as KERNELS_FOLDER
+from slipway_runtime.storage.source import ModelNotFoundError
 
 _CPUINFO = Path("/proc/cpuinfo")
 SPARE_FROM = 4  # threads; from this number on, one is left to HTTP and scheduling
@@ -73,6 +75,7 @@ class Fetched:
     tokenizer_directory: Path
     tokenizer: TokenizerFiles
     seconds: float  # of downloading
+    draft_directory: Path | None = None  # of the draft model, if there is one
 
 
 def fetch_model(settings: RuntimeSettings) -> Fetched:
@@ -84,9 +87,20 @@ def fetch_model(settings: RuntimeSettings) -> Fetched:
     beside = directory
     if settings.tokenizer_uri:
         beside = fetch(settings.tokenizer_uri, cache=settings.cache_directory, weights=False)
+    draft = fetch_draft_model(settings.draft_model_uri, settings.cache_directory) if settings.draft_model_uri else None
     seconds = time.monotonic() - began
     tokenizer = load_tokenizer(beside, chat_template=settings.chat_template, expected_sha256=settings.tokenizer_sha256)
-    return Fetched(directory, beside, tokenizer, seconds)
+    return Fetched(directory, beside, tokenizer, seconds, draft)
+
+
+def fetch_draft_model(uri: str, cache: Path) -> Path:
+    """Fetch the draft model. An error says that it is about that, and not about the model."""
+    try:
+        return fetch(uri, cache=cache)
+    except (ModelNotFoundError, FileNotFoundError) as error:
+        raise FetchError(f"{names.WORD_INVALID_SPEC}{names.DRAFT_MODEL_FIELD}: {error}") from error
+    except FetchError as error:
+        raise type(error)(f"the draft model: {error}") from error
 
 
 async def boot_engine(
@@ -172,6 +186,7 @@ def engine_options(settings: RuntimeSettings, fetched: Fetched) -> EngineOptions
         tokenizer_path=str(fetched.tokenizer_directory),
         speculation=settings.speculation,
         speculation_max_tokens=settings.speculation_max_tokens,
+        draft_model="" if fetched.draft_directory is None else str(fetched.draft_directory),
         max_adapters=settings.max_adapters,
         max_cpu_adapters=settings.max_cpu_adapters,
         max_rank=settings.max_rank,

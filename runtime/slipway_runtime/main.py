@@ -43,7 +43,8 @@ def run(argv: Sequence[str]) -> int:
         cache = cache_directory(os.environ)
         tokenizer = os.environ.get(names.ENV_PRE_PULL_TOKENIZER)
         if tokenizer is not None:
-            return pre_pull(arguments.model_uri, tokenizer, cache)
+            draft_model = os.environ.get(names.ENV_PRE_PULL_DRAFT_MODEL, "")
+            return pre_pull(arguments.model_uri, tokenizer, cache, draft_model_uri=draft_model)
         return pull(arguments.model_uri, cache)
     try:
         settings = serve_settings(arguments, os.environ)
@@ -80,8 +81,9 @@ def pull(uri: str, cache: Path) -> int:
     return 0
 
 
-def pre_pull(uri: str, tokenizer_uri: str, cache: Path) -> int:
-    """Fetch the model, and its tokenizer where that has another address, into the cache; returns the exit code."""
+def pre_pull(uri: str, tokenizer_uri: str, cache: Path, *, draft_model_uri: str = "") -> int:
+    """Fetch a model into the cache, with its draft model and a tokenizer that is elsewhere; returns the exit code."""
+    from slipway_runtime.loading import fetch_draft_model
     from slipway_runtime.storage.fetch import FetchError, fetch, shown
     from slipway_runtime.termination import termination_message, write_termination_message
 
@@ -89,6 +91,8 @@ def pre_pull(uri: str, tokenizer_uri: str, cache: Path) -> int:
         directory = fetch(uri, cache=cache)
         if tokenizer_uri:
             fetch(tokenizer_uri, cache=cache, weights=False)
+        if draft_model_uri:
+            fetch_draft_model(draft_model_uri, cache)
     except FetchError as error:
         message = termination_message(uri, error)
         print(f"slipway-runtime: cannot bring {shown(uri)}: {error}", file=sys.stderr)

@@ -110,6 +110,17 @@ class BatchStats(msgspec.Struct, frozen=True, kw_only=True):
     at: float  # when it was scheduled, or when the loop began to wait for it; same clock as Request.arrived
 
 
+class DraftModelStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Statistics of a draft model: its part of the draft tokens, and what they cost."""
+
+    draft_tokens: int = 0  # of those that rows verified, its own; a counter
+    accepted_tokens: int = 0  # a counter
+    passes: int = 0  # of the draft model; a counter
+    computed_tokens: int = 0  # in these passes; a counter
+    blocks_total: int = 0  # of its own KV cache
+    blocks_live: int = 0
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of the engine after a step. KV blocks: live + cached + free = total."""
 
@@ -153,6 +164,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     draft_tokens: int = 0  # a counter
     accepted_tokens: int = 0  # draft tokens that were accepted; a counter
     accepted_by_position: tuple[int, ...] = ()  # counters, one for each position in the draft
+    draft_model: DraftModelStats | None = None  # None: there is no draft model
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,6 +192,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_cpu_adapters: int = 0  # adapters kept in host memory
     max_rank: int = 0
     speculation: str = "none"
+    draft_weight_bytes: int = 0  # of a draft model; 0: there is none
+    draft_bytes_per_token: int = 0  # of its KV, all layers
     host_blocks: int = 0  # KV blocks that fit in host memory, beside the pool; 0: cold prefixes are dropped
     warnings: tuple[str, ...] = ()  # sentences: settings that lower the quality of the loaded model
     pooling: str = ""  # of an engine that computes embeddings: last or mean, or score; empty: it generates text

@@ -319,7 +319,12 @@ def _fetch_adapter(settings: RuntimeSettings, uri: str, from_client: bool, crede
     Credentials of the load call replace those of the environment; their bearer token is also sent to the host of `uri`.
     An address that a client names is read without credentials, unless it lies under one that the command line names.
     """
-    named = (settings.model_uri, settings.tokenizer_uri, *(adapter.uri for adapter in settings.adapters))
+    named = (
+        settings.model_uri,
+        settings.tokenizer_uri,
+        settings.draft_model_uri,
+        *(adapter.uri for adapter in settings.adapters),
+    )
     if credentials:
         kept = {key: value for key, value in os.environ.items() if key not in names.CREDENTIALS}
         access = Access.of({**kept, **credentials}).with_hosts_of(uri)

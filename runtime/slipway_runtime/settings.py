@@ -34,6 +34,7 @@ _SAME: Final = (
     "deterministic",
     "tensor_parallel_size",
     "speculation_max_tokens",
+    "draft_model_uri",
     "max_adapters",
     "max_rank",
     "lora_experts",
@@ -177,8 +178,9 @@ class RuntimeSettings:
     tool_call_parser: str = "auto"  # a name of TOOL_CALL_PARSERS; auto: the chat template shows the form
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     warm_prompts: tuple[WarmPrompt, ...] = ()
-    speculation: str = "none"  # none or promptLookup
+    speculation: str = "none"  # none, promptLookup or draft
     speculation_max_tokens: int = 4
+    draft_model_uri: str = ""  # with speculation draft, and only then
     max_adapters: int = 0  # LoRA adapters that compute at the same time; 0: adapters are off
     max_cpu_adapters: int = 0  # adapters kept in host memory; never below max_adapters
     max_rank: int = 16
@@ -260,6 +262,8 @@ class RuntimeSettings:
             )
         if self.task is Task.EMBED and self.speculation != "none":
             raise ValueError(f"--task {Task.EMBED} computes prompts only: --speculation makes no sense with it")
+        if (self.speculation == "draft") != bool(self.draft_model_uri):
+            raise ValueError("--draft-model-uri is needed for --speculation draft, and only there")
         if self.kv_cache_host_bytes and self.no_prefix_caching:
             raise ValueError("--kv-cache-host-bytes keeps cold prefixes, and --no-prefix-caching leaves none to keep")
         if self.kv_events_endpoint and not _KV_EVENTS_ENDPOINT.fullmatch(self.kv_events_endpoint):

@@ -69,7 +69,7 @@ EVERYTHING = {
         "maxOutputTokens": 100,
         "tensorParallelSize": 2,
         "kvCache": {"gpuMemoryUtilization": "0.5", "dtype": "fp8", "bytes": "3Gi", "hostBytes": "1Gi"},
-        "speculation": {"method": "promptLookup", "maxTokens": 3},
+        "speculation": {"method": "draft", "maxTokens": 3, "draftModel": {"uri": "hf://org/small"}},
         "lora": {"maxAdapters": 2, "maxCPUAdapters": 4, "maxRank": 8, "experts": True},
     },
 }

@@ -70,9 +70,24 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("weights of four bits", {"runtime": {"quantization": "int4"}}, 'supported values: "none", "int8", "fp8"'),
     ("a KV cache of four bits", {"runtime": {"kvCache": {"dtype": "int4"}}}, 'supported values: "auto", "fp8", "int8"'),
     (
-        "a draft model, which is not built yet",
+        "heads that are not supported",
+        {"runtime": {"speculation": {"method": "eagle3"}}},
+        'supported values: "none", "promptLookup", "draft"',
+    ),
+    (
+        "drafts of no model",
         {"runtime": {"speculation": {"method": "draft"}}},
-        'supported values: "none", "promptLookup"',
+        "draftModel is needed for method draft, and only there",
+    ),
+    (
+        "a draft model that nobody uses",
+        {"runtime": {"speculation": {"method": "promptLookup", "draftModel": {"uri": "hf://org/small"}}}},
+        "draftModel is needed for method draft, and only there",
+    ),
+    (
+        "a draft model on a claim",
+        {"runtime": {"speculation": {"method": "draft", "draftModel": {"uri": "pvc://models/small"}}}},
+        "uri must be hf://organisation/model",
     ),
     (
         "a KV cache larger than the container",
@@ -149,7 +164,7 @@ def test_what_can_work_is_accepted(api):
             "quantization": "int8",
             "deterministic": True,
             "kvCache": {"dtype": "fp8", "hostBytes": "512Mi"},
-            "speculation": {"method": "promptLookup", "maxTokens": 32},
+            "speculation": {"method": "draft", "maxTokens": 32, "draftModel": {"uri": "s3://bucket/models/small"}},
             "lora": {"maxAdapters": 256, "maxCPUAdapters": 4096, "maxRank": 512, "experts": True},
         },
     )
@@ -208,6 +223,7 @@ def test_the_defaults_that_the_api_server_writes_out_restart_nobody(api):
         (".spec.runtime.deterministic", "alone and in any batch"),
         (".spec.runtime.kvCache.hostBytes", "part of limits.memory"),
         (".spec.runtime.speculation.method", "what followed the last tokens"),
+        (".spec.runtime.speculation.draftModel", "its own KV cache, which is part of kvCache"),
         (".spec.runtime.lora", "none can be loaded"),
     ],
 )

@@ -23,6 +23,7 @@ from slipway_runtime.messages import (
     TokenLogprobs,
 )
 from slipway_runtime.scheduling.block_pool import BlockPool
+from slipway_runtime.scheduling.draft_model import DraftModel, KnownTokens
 from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.residency import Residency
 from slipway_runtime.scheduling.scheduler import Scheduler
@@ -149,11 +150,47 @@ class PaperWorker:
         return block * self.block_size + position % self.block_size
 
 
+class PaperDraft:
+    """A draft model with pencil and paper. `wrong_after`: of its tokens after so many, none is right; None: all are.
+
+    `memory`: as of a PaperWorker. `fails`: in which calls the device is out of memory.
+    """
+
+    def __init__(
+        self, block_size: int, memory: int | None = None, *, wrong_after: int | None = None, fails: Iterable[int] = ()
+    ) -> None:
+        self.worker = PaperWorker(block_size, memory)
+        self.wrong_after = wrong_after
+        self.fails = set(fails)
+        self.calls = 0
+        self.widest = 0  # tokens of a pass
+
+    def __call__(self, passes: list[SchedulerOutput], known: list[KnownTokens]) -> list[StepResult] | None:
+        self.calls += 1
+        for row, position, token_ids in known:
+            self.worker.tokens[row][position:] = token_ids
+        results = []
+        for place, plan in enumerate(passes):
+            self.widest = max(self.widest, sum(plan.num_new))
+            result = self.worker.execute(plan)
+            if self.wrong_after is not None and place >= self.wrong_after:
+                result = self._changed(plan, result)
+            results.append(result)
+        return None if self.calls in self.fails else results
+
+    def _changed(self, plan: SchedulerOutput, result: StepResult) -> StepResult:
+        for row, samples in zip(plan.rows, plan.samples, strict=True):
+            if samples:
+                self.worker.tokens[row][-1] = VOCABULARY
+        changed = tuple([(VOCABULARY,) if tokens else () for tokens in result.token_ids])
+        return StepResult(step=result.step, token_ids=changed)
+
+
 class Play:
     """A scheduler and a paper worker on a stage with a clock that steps by one second.
 
     `overlap`: each plan is made before the results of the one before are known, whenever the scheduler allows it.
-    Adapters are read from storage in one step, whenever they are wanted.
+    `draft`: a draft model beside the model. Adapters are read from storage in one step, whenever they are wanted.
     """
 
     def __init__(
@@ -173,14 +210,26 @@ class Play:
         shares_prefixes: bool = True,
         host_blocks: int = 0,
         host_enough: int = 256,
+        draft: PaperDraft | None = None,
+        draft_blocks: int = 64,
+        draft_budget: int = 16,
+        draft_max_model_len: int = 100_000,
         **options: object,
     ) -> None:
         self.pool = BlockPool(blocks, block_size, shares_prefixes=shares_prefixes)
         self.residency = Residency(self.pool, **residency) if residency is not None else None
         self.tier = HostTier(host_blocks, block_size, enough=host_enough) if host_blocks else None
+        self.draft = draft
+        self.draft_model = None
+        if draft is not None:
+            draft_pool = BlockPool(draft_blocks, block_size, shares_prefixes=shares_prefixes)
+            self.draft_model = DraftModel(
+                draft, draft_pool, max_num_batched_tokens=draft_budget, max_model_len=draft_max_model_len
+            )
         self.scheduler = Scheduler(
             self.pool,
             tier=self.tier,
+            draft_model=self.draft_model,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_model_len=max_model_len,
@@ -246,10 +295,21 @@ class Play:
 
     def _schedule(self) -> None:
         self.plan = self.scheduler.schedule(self.now)
+        self._check_drafts()
         self.plans.append(self.plan)
         self.all_plans.append(self.plan)
         for load in self.plan.adapter_loads:
             assert load.digest in self.host, "a slot is loaded from host memory"
+
+    def _check_drafts(self) -> None:
+        """A draft model that drafted for a row has the tokens of its sequence, not those that were rejected."""
+        if self.draft is None or not self.plan.drafts:
+            return
+        drafted = {row: drafts for row, drafts in zip(self.plan.rows, self.plan.drafts, strict=True) if drafts}
+        for sequence in self.scheduler._table.running:
+            if sequence.row in drafted and sequence.drafted_by_model:
+                expected = [*sequence.token_ids, *drafted[sequence.row]]
+                assert self.draft.worker.tokens[sequence.row] == expected
 
     def run(self, most_steps: int = 10_000) -> "Play":
         for _ in range(most_steps):

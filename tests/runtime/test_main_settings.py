@@ -222,7 +222,7 @@ def test_the_error_is_a_sentence_that_names_the_flag(flags: list[str], sentence:
     assert "secret" not in str(refused.value)
 
 
-@pytest.mark.parametrize("flag", ["--quantization=int4", "--kv-cache-dtype=fp16", "--speculation=draft"])
+@pytest.mark.parametrize("flag", ["--quantization=int4", "--kv-cache-dtype=fp16", "--speculation=eagle"])
 def test_what_is_not_built_is_not_accepted(flag: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         settings_of(flag)

@@ -53,6 +53,14 @@ def test_a_model_that_is_not_there_is_told_as_a_replica_would(origin: Origin, tm
     assert message.read_text().startswith(names.WORD_MODEL_NOT_FOUND)
 
 
+def test_a_draft_model_is_pulled_after_the_model(origin: Origin, tmp_path: Path, message: Path):
+    cache = tmp_path / "cache"
+
+    assert pre_pull(f"{origin.url}/tiny", "", cache, draft_model_uri=f"{origin.url}/missing") == 1
+    assert message.read_text().startswith(f"{names.WORD_INVALID_SPEC}{names.DRAFT_MODEL_FIELD}: ")
+    assert pre_pull(f"{origin.url}/tiny", "", cache, draft_model_uri=f"{origin.url}/tiny") == 0
+
+
 def test_the_command_line_of_the_pod_pulls_and_computes_no_digest(tmp_path: Path):
     """An image volume of 140 GB is not read to the end only to be pulled."""
     model = tmp_path / "model"

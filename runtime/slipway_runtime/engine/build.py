@@ -18,11 +18,13 @@ from torch import Tensor
 
 from slipway_runtime.engine.adapter_loader import AdapterLoader
 from slipway_runtime.engine.decide import EnginePlan, decide
+from slipway_runtime.engine.draft import LoadedDraft, decide_draft, finish_draft, load_draft
 from slipway_runtime.engine.engine import Engine, LaunchThread, OverlappedEngine, launching
 from slipway_runtime.engine.kv_events import KvEventPublisher
 from slipway_runtime.engine.matchers import Grammars
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.engine.parts import (
+    Beside,
     adapter_reader,
     load_weights,
     make_slots,
@@ -43,6 +45,7 @@ from slipway_runtime.models.quantize import name_of_format, quantization_warning
 from slipway_runtime.models.score_head import read_score_head
 from slipway_runtime.models.sharding import WHOLE, Shard
 from slipway_runtime.scheduling.block_pool import BlockPool, KvEvent
+from slipway_runtime.scheduling.draft_model import DraftModel
 from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.scheduler import Scheduler
 from slipway_runtime.worker.adapter_slots import AdapterSlots
@@ -82,10 +85,11 @@ def build_engine(
     options = msgspec.structs.replace(options, **{name: value for name, value in settings.items() if value is not None})
     started = time.perf_counter()
     plan = decide(model_path, options)
+    draft_plan = decide_draft(plan)
     use_threads(options)
     kernels = share_compiled_kernels(plan)  # before anything is compiled
     ranks = Ranks(plan, directory=directory, on_death=on_death) if options.tensor_parallel_size > 1 else None
-    model = _load(plan, ranks, on_progress)
+    model = _load(plan, draft_plan, ranks, on_progress)
     runner = model.runner
     loaded = time.perf_counter()
 
@@ -101,9 +105,19 @@ def build_engine(
     graphs_failed = ""
     if not options.pooling:  # no step of embeddings is a decode step
         graphs_failed = capture() if ranks is None else ranks.capture(runner, capture)
+    if model.draft is not None:
+        with oom_refused("the largest batch of the draft model", plan.device):
+            model.draft.warm_up()
+        graphs_failed = graphs_failed or model.draft.capture()
     warm = time.perf_counter()
 
-    scheduler = _new_scheduler(plan, model, tier=model.tier, kv_events=bool(options.kv_events_endpoint))
+    scheduler = _new_scheduler(
+        plan,
+        model,
+        tier=model.tier,
+        kv_events=bool(options.kv_events_endpoint),
+        draft_model=None if model.draft is None else model.draft.model(),
+    )
     plan.fit_pool(model.max_model_len, scheduler.max_model_len)  # adapters may take a part of the pool
     facts = _facts(
         plan,
@@ -121,17 +135,19 @@ def build_engine(
     gc.freeze()  # the model lives as long as the process: the collector does not walk it again
     atexit.register(gc.unfreeze)  # or libraries report the model as leaked when the process ends
     make_sleeper = Sleeper if ranks is None else partial(SharedSleeper, ranks)
+    sleeper = make_sleeper(
+        runner,
+        plan.device,
+        load_weights=model.load_weights,
+        allocate_cache=model.allocate_cache,
+        capture=capture,
+    )
+    sleeper.beside = None if model.draft is None else model.draft.sleeper()
     parts: dict[str, Any] = {
         "grammars": model.grammars,
         "adapters": None if model.slots is None else _adapter_loader(plan, model.share, model.slots, scheduler, ranks),
         "publish": _publisher(options),
-        "sleeper": make_sleeper(
-            runner,
-            plan.device,
-            load_weights=model.load_weights,
-            allocate_cache=model.allocate_cache,
-            capture=capture,
-        ),
+        "sleeper": sleeper,
     }
     if worker is not None:
         return OverlappedEngine(scheduler, worker, facts, **parts)
@@ -154,9 +170,15 @@ class _LoadedModel:
     share: Shard
     load_weights: Callable[[], Decoder]  # again, after a sleep
     allocate_cache: Callable[[], list[Tensor]]
+    draft: LoadedDraft | None
 
 
-def _load(plan: EnginePlan, ranks: Ranks | None, on_progress: Callable[[Loading | WarmingUp], object]) -> _LoadedModel:
+def _load(
+    plan: EnginePlan,
+    draft_plan: EnginePlan | None,
+    ranks: Ranks | None,
+    on_progress: Callable[[Loading | WarmingUp], object],
+) -> _LoadedModel:
     """Load weights, adapter slots and grammars, and size and allocate the KV cache and its host tier."""
     options = plan.options
     share = WHOLE if ranks is None else ranks.share
@@ -168,11 +190,13 @@ def _load(plan: EnginePlan, ranks: Ranks | None, on_progress: Callable[[Loading 
         weight_bytes = decoder.nbytes + (0 if ranks is None else ranks.wait_for_weights())
     with oom_refused("the adapters", plan.device):
         slots = make_slots(plan, decoder, kernels, AdapterSlots if ranks is None else partial(SharedSlots, ranks))
+    with oom_refused("the draft model", plan.device):
+        draft_weights = load_draft(draft_plan)
     # On a CPU the threads compute the model; on a GPU they are idle while it does.
     threads = min(MASK_THREADS, options.threads or torch.get_num_threads()) if plan.device.type == "cuda" else 1
     grammars = Grammars.beside(Path(options.tokenizer_path or plan.model_path), plan.eos_token_ids, threads=threads)
     with oom_refused("the KV cache", plan.device):
-        size = size_pool(plan, decoder, kernels)
+        size = size_pool(plan, decoder, kernels, Beside() if draft_weights is None else draft_weights.measure())
         size = size if ranks is None else ranks.agree(size)
         length = plan.fit_pool(plan.max_model_len, size.num_blocks * options.block_size)
         allocate = partial(allocate_cache, plan.own, size, plan.kv_dtype, plan.device)
@@ -188,6 +212,11 @@ def _load(plan: EnginePlan, ranks: Ranks | None, on_progress: Callable[[Loading 
             num_tokens=None if grammars is None else grammars.num_tokens,
             adapters=slots,
         )
+    num_tokens = plan.config.vocab_size if grammars is None else grammars.num_tokens
+    draft = None
+    if draft_weights is not None:
+        with oom_refused("the KV cache of the draft model", plan.device):
+            draft = finish_draft(draft_weights, size, num_tokens=num_tokens, shares_prefixes=options.prefix_caching)
     embedding, head = None, None
     if options.pooling:
         if options.pooling == "auto":
@@ -217,6 +246,7 @@ def _load(plan: EnginePlan, ranks: Ranks | None, on_progress: Callable[[Loading 
         share=share,
         load_weights=partial(load_weights, plan, kernels, share=share),
         allocate_cache=allocate,
+        draft=draft,
     )
 
 
@@ -243,6 +273,8 @@ def _facts(plan: EnginePlan, model: _LoadedModel, **measured: Any) -> EngineFact
         max_cpu_adapters=plan.max_cpu_adapters,
         max_rank=plan.max_rank,
         speculation=options.speculation,
+        draft_weight_bytes=0 if model.draft is None else model.draft.weight_bytes,
+        draft_bytes_per_token=0 if model.draft is None else model.draft.size.bytes_per_token,
         host_blocks=0 if model.tier is None else model.tier.total,
         pooling=embedding.pooling if embedding is not None else "",
         embedding_size=embedding.size if embedding is not None else 0,
@@ -262,7 +294,12 @@ def _adapter_loader(
 
 
 def _new_scheduler(
-    plan: EnginePlan, model: _LoadedModel, *, tier: HostTier | None = None, kv_events: bool = False
+    plan: EnginePlan,
+    model: _LoadedModel,
+    *,
+    tier: HostTier | None = None,
+    kv_events: bool = False,
+    draft_model: DraftModel | None = None,
 ) -> Scheduler:
     options, size = plan.options, model.size
     pool = BlockPool(size.num_blocks, options.block_size, shares_prefixes=options.prefix_caching)
@@ -275,6 +312,7 @@ def _new_scheduler(
         model=plan.content_key(),
         tenant_weights=options.tenant_weights,
         speculation_max_tokens=plan.draft_tokens,
+        draft_model=draft_model,
         residency=plan.residency(pool, size.bytes_per_token * options.block_size),
         tier=tier,
         kv_events=kv_events,

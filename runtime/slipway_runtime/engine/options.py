@@ -26,7 +26,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float = 0.85
     extra_eos_token_ids: tuple[int, ...] = ()  # the tokenizer's, beside the checkpoint's
     tokenizer_path: str = ""  # a folder with tokenizer.json, for grammars; empty: beside the weights
-    speculation: str = "none"  # none, promptLookup
+    speculation: str = "none"  # none, promptLookup, draft (both, prompt lookup first)
+    draft_model: str = ""  # a folder with a draft model, whose tokenizer is that of the model; with speculation draft
     speculation_max_tokens: int = 0
     max_adapters: int = 0  # that compute at the same time; 0: adapters are off
     max_cpu_adapters: int = 0  # that wait in host memory

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -82,14 +83,23 @@ def load_weights(
         )
 
 
-def size_pool(plan: EnginePlan, decoder: Decoder, kernels: Kernels) -> CacheSize:
-    """How many blocks of KV there are: as asked for, or what the weights and the widest step leave.
+class StepBytes(NamedTuple):
+    """Memory of a model beside weights and KV cache."""
 
-    With several ranks, by the memory of this one; each has every block, and in it the heads that it computes.
-    """
-    ranks = plan.options.tensor_parallel_size
-    asked = plan.options.kv_cache_bytes // ranks
-    activations = widest_step_bytes(
+    widest: int  # activations of the widest step
+    graphs: int  # all captured graphs
+
+
+class Beside(NamedTuple):
+    """A draft model's memory beside its weights: its KV cache has as many blocks as that of the model."""
+
+    bytes_per_token: int = 0
+    steps: StepBytes = StepBytes(0, 0)
+
+
+def step_bytes(plan: EnginePlan, decoder: Decoder, kernels: Kernels) -> StepBytes:
+    """The memory that steps of a decoder take."""
+    widest = widest_step_bytes(
         decoder,
         plan.own,
         kernels,
@@ -99,16 +109,30 @@ def size_pool(plan: EnginePlan, decoder: Decoder, kernels: Kernels) -> CacheSize
         dtype=plan.dtype,
         device=plan.device,
     )
-    if plan.device.type == "cuda" and capturable(kernels) is not None:
-        activations += reserve_bytes(
-            plan.own.shape,
-            max_num_seqs=plan.max_num_seqs,
-            max_model_len=plan.max_model_len,
-            block_size=plan.options.block_size,
-            dtype=DTYPE_NAMES[plan.dtype],
-            with_adapters=plan.max_adapters > 0,
-            deterministic=plan.options.deterministic,
-        )
+    if plan.device.type != "cuda" or capturable(kernels) is None:
+        return StepBytes(widest, 0)
+    graphs = reserve_bytes(
+        plan.own.shape,
+        max_num_seqs=plan.max_num_seqs,
+        max_model_len=plan.max_model_len,
+        block_size=plan.options.block_size,
+        dtype=DTYPE_NAMES[plan.dtype],
+        with_adapters=plan.max_adapters > 0,
+        deterministic=plan.options.deterministic,
+    )
+    return StepBytes(widest, graphs)
+
+
+def size_pool(plan: EnginePlan, decoder: Decoder, kernels: Kernels, beside: Beside = Beside()) -> CacheSize:  # noqa: B008  immutable
+    """How many blocks of KV there are: as asked for, or what the weights and the widest step leave.
+
+    With several ranks, by the memory of this one; each has every block, and in it the heads that it computes.
+    """
+    ranks = plan.options.tensor_parallel_size
+    asked = plan.options.kv_cache_bytes // ranks
+    own = step_bytes(plan, decoder, kernels)
+    # A step of the draft model never runs beside one of the model; graphs keep their memory.
+    activations = max(own.widest, beside.steps.widest) + own.graphs + beside.steps.graphs
     if asked:
         check_remainder(asked, activations, free_bytes(plan.device))
     left = default_budget_bytes(plan.device, plan.options.gpu_memory_utilization, activations)
@@ -121,6 +145,7 @@ def size_pool(plan: EnginePlan, decoder: Decoder, kernels: Kernels) -> CacheSize
         budget_bytes=asked or left,
         # Without kv_cache_bytes, memory is taken only as far as all rows at full length could use it.
         useful_tokens=None if asked or plan.device.type != "cpu" else plan.max_num_seqs * plan.max_model_len,
+        draft_bytes_per_token=beside.bytes_per_token,
     )
 
 

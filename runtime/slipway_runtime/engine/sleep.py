@@ -37,6 +37,7 @@ class Sleeper:
     ) -> None:
         """capture: captures the CUDA graphs again, if there were any."""
         self.level = 0  # 0: awake
+        self.beside: Sleeper | None = None  # of a draft model, which sleeps and wakes along
         self._runner = runner
         self._device = device
         self._load_weights = load_weights
@@ -51,6 +52,8 @@ class Sleeper:
         """Free the memory. All KV is lost."""
         assert not self.level
         self._captured, self._runner.graphs = self._runner.graphs is not None, None  # graphs refer to freed memory
+        if self.beside is not None:
+            self.beside.sleep(level)
         self._free(level)
         self.level = level
 
@@ -60,6 +63,8 @@ class Sleeper:
         if self._captured:
             self._capture()
             self._captured = False
+        if self.beside is not None and self.beside.level:
+            self.beside.wake()
         self.level = 0
 
     def _free(self, level: int) -> None:

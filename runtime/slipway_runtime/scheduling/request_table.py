@@ -12,6 +12,7 @@ A paused sequence keeps its row until other sequences need the row or its blocks
 
 import heapq
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -71,7 +72,9 @@ class RequestTable:
         aging_seconds: float,
         residency: Residency | None,
         tier: HostTier | None,
+        on_row_lost: Callable[[Sequence], object] | None = None,
     ) -> None:
+        """on_row_lost: called when a sequence that has ended or is preempted gives up its row."""
         self.pool = pool
         self.residency = residency
         self.tier = tier
@@ -87,6 +90,7 @@ class RequestTable:
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._model = model
+        self._on_row_lost = on_row_lost
         self._shares = shares
         self._requests: dict[str, list[Sequence]] = {}  # the answers that have not ended
         self._num_following = 0  # sequences that wait for their leader
@@ -319,6 +323,8 @@ class RequestTable:
         self.pool.release(sequence.blocks)
         sequence.blocks = []
         if sequence.row != NO_ROW:
+            if self._on_row_lost is not None:
+                self._on_row_lost(sequence)
             heapq.heappush(self.free_rows, sequence.row)
             sequence.row = NO_ROW
             if self.residency is not None and sequence.adapter:
@@ -372,6 +378,7 @@ class RequestTable:
             draft_tokens=0 if speculation is None else speculation.draft_tokens,
             accepted_tokens=0 if speculation is None else speculation.accepted_tokens,
             accepted_by_position=() if speculation is None else tuple(speculation.accepted_by_position),
+            draft_model=None if speculation is None else speculation.stats_of_model(),
         )
 
     def check(self, *, most_blocks: int | None = None) -> None:

@@ -44,6 +44,7 @@ from slipway_runtime.messages import (
     TokenLogprobs,
 )
 from slipway_runtime.scheduling.block_pool import BlockPool, KvEvent, KvEventLog
+from slipway_runtime.scheduling.draft_model import DraftModel
 from slipway_runtime.scheduling.fairness import Shares
 from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.prefill_share import divide_prefill
@@ -72,8 +73,9 @@ class Scheduler:
     """Owns the waiting and the running sequences and, through the pool, every block.
 
     `model`: all else that changes the KV of equal tokens: name, quantization, number format. `speculation_max_tokens`:
-    how many draft tokens a row may verify in a step; 0: none. `residency`: the adapters; None: the base model alone.
-    `tier`: host memory for evicted blocks; None: they are dropped.
+    how many draft tokens a row may verify in a step; 0: none. `draft_model`: makes them where prompt lookup finds
+    nothing. `residency`: the adapters; None: the base model alone. `tier`: host memory for evicted blocks; None: they
+    are dropped.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Scheduler:
         aging_seconds: float = 30.0,
         speculation_max_tokens: int = 0,
         drafter: Drafter | None = None,
+        draft_model: DraftModel | None = None,
         residency: Residency | None = None,
         tier: HostTier | None = None,
         kv_events: bool = False,
@@ -110,7 +113,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         blocks = pool.total - (residency.most_blocks if residency is not None else 0)
         self.max_model_len = min(max_model_len, blocks * pool.block_size)
-        self.speculation = Speculation(speculation_max_tokens, drafter) if speculation_max_tokens else None
+        self.speculation = Speculation(speculation_max_tokens, drafter, draft_model) if speculation_max_tokens else None
         if kv_events:
             pool.events = KvEventLog(pool.block_size)
             if tier is not None:
@@ -127,6 +130,7 @@ class Scheduler:
             aging_seconds=aging_seconds,
             residency=residency,
             tier=tier,
+            on_row_lost=None if self.speculation is None else self.speculation.release,
         )
         self._in_flight: deque[InFlightBatch] = deque()  # the oldest first
         self._steps = 0
@@ -281,6 +285,8 @@ class Scheduler:
         if not self._in_flight:
             assert not self._table.ending, "ended sequences are left without a plan in flight"
         self._table.check(most_blocks=most_blocks)
+        if self.speculation is not None:
+            self.speculation.check()
 
     # --- running sequences
 
@@ -373,6 +379,8 @@ class Scheduler:
     def forget_prefixes(self) -> None:
         """Clear the prefix cache: a client asked for it, or the KV memory was given back."""
         self.pool.forget_all()
+        if self.speculation is not None:
+            self.speculation.forget_prefixes()
 
     def take_kv_events(self) -> tuple[KvEvent, ...]:
         """The KV events since the last call; none unless `kv_events` is on."""

@@ -11,6 +11,7 @@ import msgspec
 
 from slipway_runtime.messages import FinishReason, Output, Request, SamplingParams, TokenLogprobs
 from slipway_runtime.scheduling.block_pool import block_key
+from slipway_runtime.scheduling.draft_pace import FIRST_PACE, Pace
 from slipway_runtime.scheduling.fairness import Share
 
 NO_ROW = -1
@@ -67,7 +68,9 @@ class Sequence:
     siblings: "list[Sequence]" = field(default_factory=list)  # that wait for this one to compute the prompt
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # until they are sent
     history: bytearray = field(default_factory=bytearray)  # of the drafter: its tokens, four bytes each
-    draft_length: int = 0  # draft tokens to make next, set by Speculation; 0: none made yet
+    draft_length: int = 0  # draft tokens that prompt lookup makes next, set by Speculation; 0: none made yet
+    pace: Pace = FIRST_PACE  # of the draft model
+    drafted_by_model: bool = False  # the source of its last draft tokens
 
     def __post_init__(self) -> None:
         self.has_text_blocks = bool(self.request.text_blocks) and not self.index

@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from slipway_api.runtime_api import MOST_TENANTS
-from slipway_runtime.messages import EngineFacts, EngineStats, FinishReason
+from slipway_runtime.messages import DraftModelStats, EngineFacts, EngineStats, FinishReason
 from slipway_runtime.server.fields import OTHER
 from slipway_runtime.server.generation import Record
 
@@ -208,6 +208,28 @@ class EngineNumbers(Collector):
         yield self._gauge(
             "slipway:speculation_active", "1 unless low acceptance switched it off.", int(stats.speculation_active)
         )
+        if (model := stats.draft_model) is not None:
+            yield from self._draft_model(stats, model)
+
+    def _draft_model(self, stats: EngineStats, model: DraftModelStats) -> Iterator[Family]:
+        of_lookup = stats.draft_tokens - model.draft_tokens, stats.accepted_tokens - model.accepted_tokens
+        counts = {"promptLookup": of_lookup, "draftModel": (model.draft_tokens, model.accepted_tokens)}
+        labels = (*LABELS, "source")
+        drafted = CounterMetricFamily("slipway:draft_tokens", "Tokens drafted, by source.", labels=labels)
+        accepted = CounterMetricFamily(
+            "slipway:accepted_draft_tokens", "Drafted tokens kept, by source.", labels=labels
+        )
+        for source, (of_source, kept) in counts.items():
+            drafted.add_metric((*self._values, source), of_source)
+            accepted.add_metric((*self._values, source), kept)
+        yield from (drafted, accepted)
+        yield self._counter("slipway:draft_model_passes", "Forward passes of the draft model.", model.passes)
+        computed = model.computed_tokens
+        yield self._counter("slipway:draft_model_tokens", "Tokens that the draft model computed.", computed)
+        usage = model.blocks_live / max(model.blocks_total, 1)
+        yield self._gauge(
+            "slipway:draft_model_kv_usage_perc", "KV cache of the draft model in use. 1 means all.", usage
+        )
 
     def _by_older_names(self, stats: EngineStats) -> Iterator[Family]:
         """The names of older vLLM versions, which older dashboards use."""
@@ -296,7 +318,7 @@ class Metrics:
         self._computed_kv = self._histogram("request_prefill_kv_computed_tokens", "Prompt tokens computed.", tokens)
         self._schedule = Histogram(
             "slipway:schedule_seconds",
-            "What a step costs the scheduler.",
+            "What a step costs the scheduler, passes of a draft model included.",
             LABELS,
             buckets=_SCHEDULE,
             registry=self.registry,

@@ -68,6 +68,11 @@ class InputBatch:
                 start = plan.num_computed[index] + plan.num_new[index] - drafts
                 self.tokens[plan.rows[index], start : start + len(kept)] = kept
 
+    def write_tokens(self, row: int, position: int, token_ids: tuple[int, ...]) -> None:
+        """Write tokens that became known outside of this batch, over what the row sampled at their positions."""
+        self.tokens[row, position : position + len(token_ids)] = token_ids
+        self.last_position[row] = -1
+
     def _write_drafts(self, plan: SchedulerOutput) -> None:
         """Write draft tokens at the positions of sampled tokens: later positions and penalties read them there."""
         for row, computed, new, drafts in zip(plan.rows, plan.num_computed, plan.num_new, plan.drafts, strict=True):

@@ -28,17 +28,26 @@ class CacheSize:
 
 
 def size_cache(
-    config: ModelConfig, *, dtype: torch.dtype, block_size: int, budget_bytes: int, useful_tokens: int | None = None
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    block_size: int,
+    budget_bytes: int,
+    useful_tokens: int | None = None,
+    draft_bytes_per_token: int = 0,
 ) -> CacheSize:
-    """As many blocks as fit into the budget, but no more than `useful_tokens` need. Too few: DoesNotFitError."""
+    """As many blocks as fit into the budget, but no more than `useful_tokens` need. Too few: DoesNotFitError.
+
+    draft_bytes_per_token: of a draft model, whose KV cache has as many blocks in the same budget.
+    """
     bytes_per_token = config.shape.kv_bytes_per_token(DTYPE_NAMES[dtype])
-    num_blocks = pool_blocks(budget_bytes, bytes_per_token, block_size)
+    num_blocks = pool_blocks(budget_bytes, bytes_per_token + draft_bytes_per_token, block_size)
     if useful_tokens is not None:
         num_blocks = min(num_blocks, -(-useful_tokens // block_size))
     if num_blocks < SMALLEST_POOL:
         raise DoesNotFitError(
             f"{budget_bytes} bytes for the KV cache hold {num_blocks} blocks of {block_size} tokens "
-            f"at {bytes_per_token} bytes a token; at least {SMALLEST_POOL} are needed"
+            f"at {bytes_per_token + draft_bytes_per_token} bytes a token; at least {SMALLEST_POOL} are needed"
         )
     return CacheSize(num_blocks, block_size, bytes_per_token)
 

@@ -79,13 +79,21 @@ class Runner:
         Raises StepOutOfMemoryError, after which the next plan may be executed: the plan's changes to rows, blocks and
         slots were made. An OOM while these changes are made is not caught.
         """
-        while self._read:
-            row_ids, positions, token_ids = self._read.popleft()
-            self._rows.tokens[row_ids, positions] = token_ids
+        self._write_read_samples()
         with torch.inference_mode():
             self._update_states(plan)
             with step_out_of_memory():
                 return self._compute(plan, masks)
+
+    def write_tokens(self, row: int, position: int, token_ids: tuple[int, ...]) -> None:
+        """Write tokens into a row from a position on, where another model decided them. All samples were read."""
+        self._write_read_samples()
+        self._rows.write_tokens(row, position, token_ids)
+
+    def _write_read_samples(self) -> None:
+        while self._read:
+            row_ids, positions, token_ids = self._read.popleft()
+            self._rows.tokens[row_ids, positions] = token_ids
 
     def _compute(self, plan: SchedulerOutput, masks: Masks | None) -> PendingStep:
         if not plan.rows:

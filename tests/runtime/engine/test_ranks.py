@@ -108,6 +108,18 @@ def test_greedy_text_is_that_of_one_process_with_chunks_drafts_preemptions_and_p
         run(engine)
 
 
+@pytest.mark.capability("DD-3", "SD-4")
+def test_a_draft_model_drafts_on_rank_0_and_all_ranks_verify(tmp_path):
+    model = a_checkpoint(tmp_path)
+    drafting = {"speculation": "draft", "draft_model": str(tmp_path)}
+    engine = an_engine(tmp_path, blocks=60, seqs=6, budget=32, tensor_parallel_size=2, device="cpu", **drafting)
+    for index, prompt in enumerate(PROMPTS):
+        ask(engine, f"r{index}", prompt)
+    assert run(engine) == {f"r{index}": greedy(model, prompt, 24) for index, prompt in enumerate(PROMPTS)}
+    assert engine.stats(0.0).draft_model.accepted_tokens > 20
+    os.kill(*ranks_of(os.getpid()), signal.SIGKILL)
+
+
 @pytest.mark.capability("DD-3")
 def test_a_rank_has_a_gpu_by_its_number_in_every_thread_that_loads_weights(tmp_path, monkeypatch):
     """Finding A2: `cuda` without a number is number 0 in each new thread, and layers of rank 1 landed there."""

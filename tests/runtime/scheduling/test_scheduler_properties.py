@@ -1,6 +1,6 @@
 """Whatever comes in whatever order: everybody ends, nobody's output changes, nothing leaks, no step is too big."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from slipway_runtime.messages import FinishReason
 from slipway_runtime.scheduling.prefix_cache import MAX_PREEMPTIONS
-from tests.runtime.paper_worker import Play, continuation
+from tests.runtime.paper_worker import PaperDraft, Play, continuation
 
 LOADED = ("sha256:a", "sha256:b", "sha256:c")
 ADAPTERS = ("", "", *LOADED)
@@ -46,6 +46,7 @@ class Stage:
     block_bytes: int
     host_blocks: int
     host_enough: int
+    draft: tuple[int | None, int, int, int] | None  # where it goes wrong, blocks, budget, longest; None: no draft model
 
     def play(self, **changes: object) -> Play:
         return Play(
@@ -68,9 +69,21 @@ class Stage:
                 "kv_events": True,
                 "host_blocks": self.host_blocks,
                 "host_enough": self.host_enough,
+                **self._with_draft_model(),
                 **changes,
             },
         )
+
+    def _with_draft_model(self) -> dict[str, object]:
+        if self.draft is None:
+            return {}
+        wrong_after, blocks, budget, longest = self.draft
+        return {
+            "draft": PaperDraft(self.block_size, self.memory, wrong_after=wrong_after, fails=(3, 9)),
+            "draft_blocks": blocks,
+            "draft_budget": budget,
+            "draft_max_model_len": longest,
+        }
 
 
 arrivals = st.lists(
@@ -109,6 +122,7 @@ stages = st.builds(
     block_bytes=st.sampled_from([0, 50, 100]),
     host_blocks=st.sampled_from([0, 1, 5, 40]),
     host_enough=st.sampled_from([1, 256]),
+    draft=st.none(),
 )
 # Between the steps: an adapter is unloaded and comes back, or nobody may find a prefix any more.
 disturbances = st.dictionaries(st.integers(0, 30), st.sampled_from([*LOADED, "forget"]), max_size=4)
@@ -153,6 +167,7 @@ crowded = st.builds(
     block_bytes=st.sampled_from([0, 100]),
     host_blocks=st.integers(1, 40),
     host_enough=st.sampled_from([1, 256]),
+    draft=st.none(),
 )
 
 
@@ -164,6 +179,32 @@ def test_every_schedule_is_fair_exact_and_within_its_means(arrivals, stage, dist
     _play_to_the_end(arrivals, stage, disturbances)
 
 
+# Draft models that are right, right at first or always wrong, with too few blocks for all rows, and too short for some.
+drafting = stages.flatmap(
+    lambda stage: st.builds(
+        replace,
+        st.just(stage),
+        overlap=st.booleans(),
+        drafted=st.sampled_from([1, 3, 5]),
+        draft=st.tuples(
+            st.sampled_from([None, None, 0, 1, 2]),
+            st.integers(3, 30),
+            st.sampled_from([1, 3, 16]),
+            st.sampled_from([9, 100_000]),
+        ),
+    )
+)
+
+
+@pytest.mark.capability("SD-4", "SD-1", "PF-21")
+@settings(max_examples=150, deadline=None)
+@given(arrivals=arrivals, stage=drafting, disturbances=disturbances)
+def test_a_draft_model_changes_no_answer_and_returns_its_blocks(arrivals, stage, disturbances):
+    play = _play_to_the_end(arrivals, stage, disturbances)
+    assert play.draft_model.pool.live == 0
+    assert play.draft.widest <= max(stage.draft[2], stage.max_num_seqs)
+
+
 @pytest.mark.capability("KV-12", "KV-3")
 @settings(max_examples=80, deadline=None)
 @given(arrivals=returning, stage=crowded, disturbances=disturbances)
@@ -171,7 +212,7 @@ def test_what_comes_back_from_host_memory_is_what_would_have_been_computed(arriv
     _play_to_the_end(arrivals, stage, disturbances)
 
 
-def _play_to_the_end(arrivals: list[Arrival], stage: Stage, disturbances: dict[int, str]) -> None:
+def _play_to_the_end(arrivals: list[Arrival], stage: Stage, disturbances: dict[int, str]) -> Play:
     """Every token that is read on the way is checked by the worker, the table after every step."""
     play = stage.play()
     for adapter in LOADED:
@@ -219,6 +260,7 @@ def _play_to_the_end(arrivals: list[Arrival], stage: Stage, disturbances: dict[i
     assert stats.prompt_tokens == sum(len(a.prompt) for a in requests.values()), "n answers share one prompt"
     assert stats.accepted_tokens <= stats.draft_tokens
     assert stats.invalid_kv_blocks == 0
+    return play
 
 
 def add(play: Play, name: str, arrival: Arrival, **fields: object) -> None:

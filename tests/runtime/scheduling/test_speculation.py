@@ -7,16 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipway_runtime.messages import Request, SamplingParams
-from slipway_runtime.scheduling.fairness import Share
-from slipway_runtime.scheduling.sequence import Sequence
-from slipway_runtime.scheduling.speculation import (
+from slipway_runtime.scheduling.draft_activity import (
     ENOUGH_DRAFT_TOKENS,
     ENOUGH_STEPS,
     LONGEST_REST_TOKENS,
     REST_TOKENS,
-    PromptLookup,
-    Speculation,
 )
+from slipway_runtime.scheduling.fairness import Share
+from slipway_runtime.scheduling.sequence import Sequence
+from slipway_runtime.scheduling.speculation import PromptLookup, Speculation
 from tests.runtime.paper_worker import Play, continuation
 
 

@@ -8,7 +8,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from slipway_runtime.command_line import parse_arguments, serve_settings
-from slipway_runtime.messages import EngineFacts, EngineStats, FinishReason
+from slipway_runtime.messages import DraftModelStats, EngineFacts, EngineStats, FinishReason
 from slipway_runtime.server.generation import Record
 from slipway_runtime.server.metrics import Metrics
 
@@ -16,13 +16,13 @@ PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 FACTS = EngineFacts(
     vocab_size=50, eos_token_ids=(), max_model_len=200, max_num_seqs=2, max_num_batched_tokens=8, block_size=4,
     num_blocks=100, bytes_per_token=1, weight_bytes=1, dtype="fp32", device="cpu", load_seconds=0, warmup_seconds=0,
-    max_adapters=1, speculation="promptLookup", host_blocks=8, kernels_compiled=1, kernels_shared=2, kernels_refused=3,
+    max_adapters=1, speculation="draft", host_blocks=8, kernels_compiled=1, kernels_shared=2, kernels_refused=3,
 )  # fmt: skip
 NUMBERS = {name: 0 for name in EngineStats.__struct_fields__ if name in {
     "running", "waiting", "waiting_tokens", "blocks_total", "blocks_live", "blocks_cached", "steps", "preemptions",
     "prefix_queries", "prefix_hits", "admitted", "finished", "aborted", "handed_over", "last_step_at",
 }}  # fmt: skip
-STATS = EngineStats(**NUMBERS, waiting_by_tenant=(("a", 1),), accepted_by_position=(1,))
+STATS = EngineStats(**NUMBERS, waiting_by_tenant=(("a", 1),), accepted_by_position=(1,), draft_model=DraftModelStats())
 ENDED = Record(
     prompt_tokens=3, cached_tokens=0, completion_tokens=4, max_tokens=4, finish_reason=FinishReason.LENGTH,
     arrived=0.0, queued_at=0.1, scheduled_at=0.2, first_token_at=0.3, last_token_at=0.4, finished_at=0.5,

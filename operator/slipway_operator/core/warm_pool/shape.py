@@ -41,7 +41,7 @@ def shape_of_service(service: InferenceService, revision: Revision) -> Shape:
         image=revision.image,
         env=spec.runtime.env,
         arguments=spec.runtime.args,
-        secrets=[*model_access.credentials(spec.model), *model_access.immutable_parts(spec.model)],
+        secrets=[*model_access.credentials(spec.model, spec.runtime), *model_access.immutable_parts(spec.model)],
         claims=model_access.volumes(spec.model),
         priority_class=spec.availability.priority_class_name,
     )

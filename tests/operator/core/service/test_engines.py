@@ -124,6 +124,18 @@ def test_an_engine_named_slipway_changes_nothing_about_our_own_runtime():
     assert [one["spec"]["containers"][0]["image"] for one in world.manifests.values()] == [IMAGE]
 
 
+@pytest.mark.capability("SD-4")
+def test_a_draft_model_is_refused_by_an_engine_without_a_flag_for_it():
+    drafting = {"speculation": {"method": "draft", "draftModel": {"uri": "hf://org/small"}}}
+
+    said = find_lacking(a_vllm_service(runtime=drafting).spec, pinned())
+
+    assert said == (
+        "engine vllm has no runtime.speculation.method draft (it has promptLookup): change "
+        "spec.runtime.speculation.method, or choose another spec.runtime.engine"
+    )
+
+
 # --- the pod ----------------------------------------------------------------------------------------------------------
 
 

@@ -213,6 +213,17 @@ def test_each_node_gets_a_pod_that_pulls_and_no_more_at_once_than_asked():
     assert created(done) == []
 
 
+@pytest.mark.capability("ST-6", "SD-4")
+def test_a_pod_that_pulls_brings_the_draft_model_too():
+    def pulled(uri: str) -> str | None:
+        drafting = {"speculation": {"method": "draft", "draftModel": {"uri": uri}}}
+        pod, *_ = created(planned(of_node(prePull={}, runtime=drafting if uri else {})))
+        return variables(pod["spec"]).get(names.ENV_PRE_PULL_DRAFT_MODEL)
+
+    assert pulled("hf://org/small@abc") == "hf://org/small@abc"
+    assert pulled("") is None, "an older pod that pulled stays the record of its node"
+
+
 @pytest.mark.capability("ST-6")
 def test_a_pod_that_pulls_brings_what_the_replica_needs_and_takes_nothing_that_it_needs():
     gpus = {"gpu": {"count": 4}}

@@ -63,7 +63,13 @@ RUNTIMES = some(
         bytes=st.sampled_from(["64Mi", "2Gi", "1000000"]),
         hostBytes=st.sampled_from(["32Gi", "512Mi"]),
     ),
-    speculation=some(method=st.sampled_from(["none", "promptLookup"]), maxTokens=st.integers(1, 32)),
+    speculation=st.one_of(
+        some(method=st.sampled_from(["none", "promptLookup"]), maxTokens=st.integers(1, 32)),
+        st.fixed_dictionaries(
+            {"method": st.just("draft"), "draftModel": st.fixed_dictionaries({"uri": st.just("hf://org/small@abc")})},
+            optional={"maxTokens": st.integers(1, 32)},
+        ),
+    ),
     lora=some(
         maxAdapters=st.integers(1, 16), maxCPUAdapters=st.integers(16, 64), maxRank=st.integers(1, 512),
         experts=st.booleans(),
@@ -119,7 +125,7 @@ EVERYTHING = a_service(
         "deterministic": True,
         "tensorParallelSize": 2,
         "kvCache": {"bytes": "64Mi", "dtype": "fp8", "hostBytes": "1Gi"},
-        "speculation": {"method": "promptLookup"},
+        "speculation": {"method": "draft", "draftModel": {"uri": "hf://org/small"}},
         "task": "embed",
         "pooling": "mean",
         "lora": {"experts": True},

@@ -84,6 +84,26 @@ def test_gpus_that_share_a_model_hear_of_it_and_have_memory_to_meet_in():
     assert "shm" not in {volume["name"] for volume in pod_of(alone)["volumes"]}
 
 
+@pytest.mark.capability("SD-4")
+def test_a_draft_model_is_fetched_with_the_credentials_of_the_model():
+    service = a_service(
+        uri="file:///models/large",
+        model={"credentialsSecretRef": {"name": "keys"}},
+        runtime={"speculation": {"method": "draft", "maxTokens": 5, "draftModel": {"uri": "hf://org/small@abc"}}},
+    )
+
+    settings = settings_of(service)
+    required = {
+        one["name"]: not one["valueFrom"]["secretKeyRef"]["optional"]
+        for one in server_of(service)["env"]
+        if "secretKeyRef" in one.get("valueFrom", {})
+    }
+    assert (settings.speculation, settings.speculation_max_tokens) == ("draft", 5)
+    assert settings.draft_model_uri == "hf://org/small@abc"
+    assert [name for name, is_required in required.items() if is_required] == ["HF_TOKEN"]
+    assert "--draft-model-uri" not in arguments(a_service(), REVISION), "an older image does not know the flag"
+
+
 def test_without_a_method_nobody_hears_how_much_to_guess():
     service = a_service(runtime={"speculation": {"maxTokens": 8}})
 

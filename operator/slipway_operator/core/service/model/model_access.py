@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from slipway_api import names
 from slipway_api.model_source import CachePolicy
 from slipway_api.model_spec import Model
+from slipway_api.runtime_spec import Runtime
 from slipway_operator.core.installation import NodeCache
 
 CLAIM_VOLUME: Final = "slipway-pvc"
@@ -90,11 +91,17 @@ def has_cache(model: Model, node_cache: NodeCache | None) -> bool:
     return any(volume["name"] == CACHE_VOLUME for volume in volumes(model, node_cache))
 
 
-def credentials(model: Model) -> list[dict[str, Any]]:
+def draft_model_uri(runtime: Runtime) -> str:
+    """The address of the draft model; empty: there is none."""
+    draft = runtime.speculation.draft_model
+    return "" if draft is None else draft.uri
+
+
+def credentials(model: Model, runtime: Runtime) -> list[dict[str, Any]]:
     """Environment variables from the credentials' Secret."""
     if model.credentials_secret_ref is None:
         return []
-    required = required_keys(model)
+    required = required_keys(model, runtime)
     secret = model.credentials_secret_ref.name
     return [
         {"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": key, "optional": key not in required}}}
@@ -102,9 +109,9 @@ def credentials(model: Model) -> list[dict[str, Any]]:
     ]
 
 
-def required_keys(model: Model) -> tuple[str, ...]:
+def required_keys(model: Model, runtime: Runtime) -> tuple[str, ...]:
     """The keys without which the addresses cannot be opened."""
-    schemes = {urlsplit(uri).scheme for uri in (model.uri, model.tokenizer.uri)}
+    schemes = {urlsplit(uri).scheme for uri in (model.uri, model.tokenizer.uri, draft_model_uri(runtime))}
     return tuple(sorted({key for scheme in schemes for key in names.CREDENTIALS_OF_SCHEME.get(scheme, ())}))
 
 

@@ -169,11 +169,13 @@ def _pod_spec(service: InferenceService, revision: Revision, defaults: Defaults)
     # Nothing admits callers here, and the pod has no GPU although its service may have some.
     replaced = (*names.ENV_TOKENS, NO_GPU["name"])
     environment = [one for one in server["env"] if one["name"] not in replaced]
-    tokenizer = {"name": names.ENV_PRE_PULL_TOKENIZER, "value": service.spec.model.tokenizer.uri}
+    beside = [{"name": names.ENV_PRE_PULL_TOKENIZER, "value": service.spec.model.tokenizer.uri}]
+    if draft := model_access.draft_model_uri(service.spec.runtime):
+        beside.append({"name": names.ENV_PRE_PULL_DRAFT_MODEL, "value": draft})
     kept = ("name", "image", "imagePullPolicy", "volumeMounts", "securityContext")
     container = {key: server[key] for key in kept} | {
         "args": ["pull", model_access.address(service.spec.model).replace("$", "$$")],
-        "env": [*environment, tokenizer, NO_GPU],
+        "env": [*environment, *beside, NO_GPU],
         "resources": _RESOURCES,
     }
     kept_of_pod = {key: value for key, value in spec.items() if key not in _NOT_NEEDED}

@@ -254,6 +254,7 @@ def model_spec(service: InferenceService, revision: Revision) -> ModelSpec:
         tensor_parallel_size=runtime.tensor_parallel_size,
         speculation=runtime.speculation.method,
         speculation_max_tokens=runtime.speculation.max_tokens if drafts else 0,
+        draft_model_uri=model_access.draft_model_uri(runtime),
         max_adapters=lora.max_adapters if lora is not None else 0,
         max_cpu_adapters=lora.max_cpu_adapters if lora is not None else 0,
         max_rank=lora.max_rank if lora is not None else 0,
@@ -318,7 +319,7 @@ def _environment(
         own.append(NO_GPU)
     elif kernels_key and revision.engine is None and model_access.has_cache(service.spec.model, node_cache):
         own.append({"name": names.ENV_KERNELS_KEY, "value": kernels_key})
-    keys = model_access.credentials(service.spec.model)
+    keys = model_access.credentials(service.spec.model, service.spec.runtime)
     return _merged("name", defaults, sources, keys, service.spec.runtime.env, overlay.env, own)
 
 

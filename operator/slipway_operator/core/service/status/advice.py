@@ -7,6 +7,7 @@ were rounded twice, for example) it comes with each start that is measured, and 
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from slipway_api import names
 from slipway_api.conditions import EventReason
 from slipway_api.gpu_catalogue import find_gpu
 from slipway_api.inference_service import InferenceService, InferenceServiceSpec
@@ -14,6 +15,7 @@ from slipway_api.inference_status import InferenceServiceStatus
 from slipway_api.memory import utilization_warning
 from slipway_operator.core.actions import Event
 from slipway_operator.core.health import Member
+from slipway_operator.core.service.model.model_access import draft_model_uri
 from slipway_operator.core.service.status.performance import newest_cold_start
 
 SLOW_TOKEN_SECONDS: Final = 0.1  # between two tokens; twice what a reader notices
@@ -45,9 +47,12 @@ def find_load_advice(
 
 def _sentences(spec: InferenceServiceSpec) -> Iterator[str]:
     model, runtime, gpu = spec.model, spec.runtime, spec.resources.gpu
-    if model.uri.startswith("hf://") and "@" not in model.uri:
+    draft = draft_model_uri(runtime)
+    for field, uri in (("spec.model.uri", model.uri), (names.DRAFT_MODEL_FIELD, draft)):
+        if not uri.startswith("hf://") or "@" in uri:
+            continue
         yield (
-            f"spec.model.uri {model.uri} names no revision: a replica that starts later may load another model; "
+            f"{field} {uri} names no revision: a replica that starts later may load another model; "
             "append @ and a commit"
         )
     if runtime.image and "@sha256:" not in runtime.image and _tag(runtime.image) in ("", "latest"):

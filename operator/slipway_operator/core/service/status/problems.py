@@ -410,7 +410,7 @@ def _credentials_problem(replica: Replica, observed: Observed) -> tuple[Reason, 
     secret, message = service.spec.model.credentials_secret_ref.name, replica.waiting_message
     if f'secret "{secret}"' not in message and f"Secret {service.metadata.namespace}/{secret}" not in message:
         return None
-    keys = " and ".join(model_access.required_keys(service.spec.model))
+    keys = " and ".join(model_access.required_keys(service.spec.model, service.spec.runtime))
     return (
         Reason.CREDENTIALS_INVALID,
         f"{message}: spec.model.credentialsSecretRef asks for a Secret {secret} with {keys}",
