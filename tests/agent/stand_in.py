@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -175,14 +176,14 @@ def _error(status: int, kind: str, message: str) -> web.Response:
 
 
 @asynccontextmanager
-async def listening(stand_in: StandIn, port: int = 0) -> AsyncIterator[StandIn]:
+async def listening(stand_in: StandIn, port: int = 0, *, tls: ssl.SSLContext | None = None) -> AsyncIterator[StandIn]:
     """The stand-in on a port of this machine; another stand-in may take the port over later."""
     runner = web.AppRunner(stand_in.app(), access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port, reuse_address=True)
+    site = web.TCPSite(runner, "127.0.0.1", port, reuse_address=True, ssl_context=tls)
     await site.start()
     assert site._server is not None
-    stand_in.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    stand_in.url = f"{'https' if tls else 'http'}://127.0.0.1:{runner.addresses[0][1]}"
     try:
         yield stand_in
     finally:

@@ -12,7 +12,7 @@ waits until no request runs and writes a file, for which the hook of the engine 
 
 from typing import Any, Final
 
-from slipway_api import names
+from slipway_api import internal_tls, names
 from slipway_api.dialect import ENV_DIALECT, Dialect
 from slipway_api.engine import VALUE, Condition, render
 from slipway_api.engine_fields import field_texts, is_set
@@ -32,25 +32,28 @@ LIVENESS_PERIOD_SECONDS: Final = 10
 _OF_OUR_RUNTIME: Final = ("SLIPWAY_CACHE_DIR", "SLIPWAY_CACHE_LIMIT")
 
 
-def command(service: InferenceService, engine: PinnedEngine, revision: str) -> list[str]:
+def command(service: InferenceService, engine: PinnedEngine, revision: str, *, tls: bool) -> list[str]:
     """The program; empty: the entry point of the image."""
-    return _rendered(engine.spec.command, _variables(service, revision))
+    return _rendered(engine.spec.command, _variables(service, revision, tls=tls))
 
 
-def arguments(service: InferenceService, engine: PinnedEngine, revision: str) -> list[str]:
+def arguments(service: InferenceService, engine: PinnedEngine, revision: str, *, tls: bool) -> list[str]:
     """The command line after the program: the templates of what the spec sets, then the user's own arguments."""
-    variables = _variables(service, revision)
+    variables = _variables(service, revision, tls=tls)
     found: list[str] = []
     for entry in engine.spec.args:
         texts = _entry(entry, entry.text, service, variables)
         if texts is not None:
             found += texts
+    if tls:
+        assert engine.spec.tls is not None, "it would answer in plain text (find_plain_engine)"
+        found += _rendered(engine.spec.tls.args, variables)
     return [*found, *service.spec.runtime.args]
 
 
-def environment(service: InferenceService, engine: PinnedEngine, revision: str) -> list[dict[str, Any]]:
+def environment(service: InferenceService, engine: PinnedEngine, revision: str, *, tls: bool) -> list[dict[str, Any]]:
     """The environment variables of the engine's templates."""
-    variables = _variables(service, revision)
+    variables = _variables(service, revision, tls=tls)
     found = []
     for entry in engine.spec.env:
         texts = _entry(entry, (entry.text,), service, variables)
@@ -74,7 +77,7 @@ def ports(engine: PinnedEngine) -> list[dict[str, Any]]:
 
 def lifecycle(service: InferenceService, engine: PinnedEngine, revision: str) -> dict[str, Any]:
     """The hook that lets running requests finish before the engine gets SIGTERM."""
-    hook = _rendered(engine.spec.stop_command, _variables(service, revision))
+    hook = _rendered(engine.spec.stop_command, _variables(service, revision, tls=False))
     return {"preStop": {"exec": {"command": hook}}} if hook else {}
 
 
@@ -111,7 +114,7 @@ def agent_container(
     lora = service.spec.runtime.lora
     variables = {
         ENV_DIALECT: dialect_of(engine).model_dump_json(by_alias=True, exclude_defaults=True),
-        "SLIPWAY_ENGINE_URL": f"http://127.0.0.1:{names.SERVING_PORT}",
+        "SLIPWAY_ENGINE_URL": f"{'https' if access.tls else 'http'}://127.0.0.1:{names.SERVING_PORT}",
         "SLIPWAY_SERVED_NAME": service.served_name,
         "SLIPWAY_REVISION": revision,
         "SLIPWAY_MAX_NUM_SEQS": str(service.spec.runtime.max_num_seqs),
@@ -119,6 +122,11 @@ def agent_container(
         "SLIPWAY_DRAIN_TIMEOUT": str(service.spec.drain.timeout_seconds),
         "SLIPWAY_DRAINED_FILE": DRAINED_FILE,
     }
+    if access.tls:
+        variables |= {
+            internal_tls.ENV_DIRECTORY: internal_tls.DIRECTORY,
+            internal_tls.ENV_NAME: internal_tls.replicas_name(service.metadata.namespace),
+        }
     own: list[dict[str, Any]] = [
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
@@ -169,9 +177,15 @@ def _entry(
     return complete if len(complete) == len(rendered) else None
 
 
-def _variables(service: InferenceService, revision: str) -> dict[str, str]:
+def _variables(service: InferenceService, revision: str, *, tls: bool) -> dict[str, str]:
     spec = service.spec
+    files = {
+        "tls.certificate": internal_tls.CERTIFICATE_FILE,
+        "tls.key": internal_tls.KEY_FILE,
+        "tls.authorities": internal_tls.CA_FILE,
+    }
     return field_texts(spec) | {
+        **{name: f"{internal_tls.DIRECTORY}/{file}" for name, file in files.items() if tls},
         "name": service.metadata.name,
         "namespace": service.metadata.namespace,
         "servedName": service.served_name,
