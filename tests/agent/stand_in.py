@@ -73,6 +73,7 @@ class StandIn:
             await response.prepare(request)
             with contextlib.suppress(ConnectionError):
                 while True:
+                    await asyncio.sleep(0)  # over TLS a write to a broken connection returns immediately
                     await response.write(b"# " + b"x" * 1000 + b"\n")
             return response
         answer: web.StreamResponse = await handler(request)

@@ -94,6 +94,7 @@ def test_an_engine_gets_the_certificate_by_its_flags_and_its_agent_the_folder_an
     assert values["SLIPWAY_ENGINE_URL"] == "https://127.0.0.1:8000"
     assert values["SLIPWAY_TLS_DIRECTORY"] == FILES
     assert values["SLIPWAY_TLS_NAME"] == internal_tls.replicas_name("demo")
+    assert agent["resources"]["limits"] == {"memory": "128Mi"}
     mount = {"name": "internal-tls", "mountPath": FILES, "readOnly": True}
     assert mount in server["volumeMounts"]
     assert mount in agent["volumeMounts"]

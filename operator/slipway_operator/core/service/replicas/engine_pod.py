@@ -25,6 +25,7 @@ from slipway_operator.core.service.replicas.drain import GRACE_AFTER_DRAIN_SECON
 AGENT_CONTAINER: Final = "slipway-agent"
 AGENT_COMMAND: Final = "slipway-agent"
 AGENT_MEMORY: Final = "64Mi"
+AGENT_TLS_MEMORY: Final = "128Mi"  # asyncio holds 256 KiB for each connection that speaks TLS
 AGENT_CPU: Final = "50m"
 DRAINED_FILE: Final = f"{names.RUN_DIRECTORY}/drained"
 STARTUP_PERIOD_SECONDS: Final = 2
@@ -110,8 +111,8 @@ def agent_container(
     mounts: list[dict[str, Any]],
     security: dict[str, Any],
 ) -> dict[str, Any]:
-    """slipway-agent: no torch, at most 64 MiB, and the only container that knows the pod's digests."""
-    lora = service.spec.runtime.lora
+    """slipway-agent: no torch, little memory, and the only container that knows the digests of the pod."""
+    lora, memory = service.spec.runtime.lora, AGENT_TLS_MEMORY if access.tls else AGENT_MEMORY
     variables = {
         ENV_DIALECT: dialect_of(engine).model_dump_json(by_alias=True, exclude_defaults=True),
         "SLIPWAY_ENGINE_URL": f"{'https' if access.tls else 'http'}://127.0.0.1:{names.SERVING_PORT}",
@@ -146,8 +147,8 @@ def agent_container(
         "lifecycle": {"preStop": {"exec": {"command": [AGENT_COMMAND, "drain"]}}},
         "securityContext": security,
         "resources": {
-            "requests": {"cpu": AGENT_CPU, "memory": AGENT_MEMORY},
-            "limits": {"memory": AGENT_MEMORY},
+            "requests": {"cpu": AGENT_CPU, "memory": memory},
+            "limits": {"memory": memory},
         },
     }
 
