@@ -214,6 +214,11 @@ def parse_line(line: bytes) -> Mapping[str, Any] | None:
     return found if found.get("message") == "request" else None
 
 
+def _listens(pod: Any) -> bool:
+    """Whether the replica has started: before that nothing answers on its ports, and nothing has been counted."""
+    return all(status.started for status in pod.status.container_statuses or [])
+
+
 class Ledger:
     """Records one service's requests from `open` on; nobody but one load may send any until they are compared."""
 
@@ -282,7 +287,7 @@ class Ledger:
         running = [
             pod
             for pod in self._slipway.pods(self._service)
-            if pod.status.phase == "Running" and pod.metadata.deletion_timestamp is None
+            if pod.status.phase == "Running" and pod.metadata.deletion_timestamp is None and _listens(pod)
         ]
         counted = {}
         for pod in running:

@@ -77,9 +77,8 @@ def console(slipway: Slipway) -> Iterator[str]:
 def touch(slipway: Slipway, service: str) -> None:
     """Annotate the pods: a kubelet then mounts their Secrets anew, as it does by itself within two minutes."""
     pods = [pod.metadata.name for pod in slipway.pods(service)]
-    slipway.access.kubectl(
-        "annotate", "pod", "-n", USER_NAMESPACE, "--overwrite", f"example.com/touched={time.time()}", *pods
-    )
+    mark = f"example.com/touched={time.time()}"
+    slipway.access.kubectl("annotate", "pod", *pods, mark, "-n", USER_NAMESPACE, "--overwrite")
 
 
 def is_other(shown: set[str], before: set[str]) -> bool:
