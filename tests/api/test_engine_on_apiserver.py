@@ -50,7 +50,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("an unknown policy", an_engine(fields=[{"name": "model.digest", "policy": "Warn", "why": "x"}]), "Warn"),
     ("a GPU among the defaults", an_engine(resources={"requests": {"nvidia.com/gpu": "1"}}), "cpu, memory"),
     ("no file of the key", an_engine(tls={"args": ["--cert", "$(tls.certificate)"]}), "must name both files"),
-    ("no flags of TLS", an_engine(tls={"args": []}), "spec.tls.args"),
     ("a metric without a name", an_engine(dialect={"engine": "x", "metrics": {"running": [{}]}}), "Required value"),
     ("a name with a dot", an_engine("my.engine"), "63 lower-case letters"),
 ]
