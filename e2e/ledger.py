@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.plan import LoadReport
-from e2e.slipway import RELEASE_NAMESPACE, USER_NAMESPACE, Slipway
+from e2e.slipway import RELEASE_NAMESPACE, USER_NAMESPACE, Slipway, proxy_path
 from slipway_api import names
 from slipway_api.admin_token import admin_token
 
@@ -214,6 +214,11 @@ def parse_line(line: bytes) -> Mapping[str, Any] | None:
     return found if found.get("message") == "request" else None
 
 
+def _listens(pod: Any) -> bool:
+    """Whether the replica has started: before that nothing answers on its ports, and nothing has been counted."""
+    return all(status.started for status in pod.status.container_statuses or [])
+
+
 class Ledger:
     """Records one service's requests from `open` on; nobody but one load may send any until they are compared."""
 
@@ -224,7 +229,7 @@ class Ledger:
         self._logs = PodLogs(self._slipway.access.logs)
         secret = self._slipway.core.read_namespaced_secret("slipway-admin-master", RELEASE_NAMESPACE)
         self._master = b64decode(secret.data["current"])
-        self._gateways = self._gateway_pods()
+        self._gateways = self._gateway_restarts()
         self._counted = self._gateway_counts()
         self._replicas = self._replica_counts()
         return self
@@ -234,7 +239,7 @@ class Ledger:
 
     def collect(self) -> Records:
         """All records since the ledger was opened."""
-        assert self._gateway_pods() == self._gateways, "gateways were replaced or restarted: their counters are gone"
+        assert self._gateway_restarts() == self._gateways, "gateways were replaced or restarted: no counters"
         known = ReplicaCounts()
         replicas = {
             boot: counts.since(self._replicas.get(boot, known)) for boot, counts in self._replica_counts().items()
@@ -254,16 +259,18 @@ class Ledger:
             replicas={pod: counts for (pod, _), counts in replicas.items()},
         )
 
-    def _gateway_pods(self) -> dict[str, int]:
-        """Name -> restarts of each gateway."""
+    def _gateway_pods(self) -> list[Any]:
         selector = "app.kubernetes.io/component=gateway"
-        pods = self._slipway.core.list_namespaced_pod(RELEASE_NAMESPACE, label_selector=selector).items
-        return {pod.metadata.name: pod.status.container_statuses[0].restart_count for pod in pods}
+        return list(self._slipway.core.list_namespaced_pod(RELEASE_NAMESPACE, label_selector=selector).items)
+
+    def _gateway_restarts(self) -> dict[str, int]:
+        """Name -> restarts of each gateway."""
+        return {pod.metadata.name: pod.status.container_statuses[0].restart_count for pod in self._gateway_pods()}
 
     def _gateway_counts(self) -> GatewayCounts:
         totals: Counter[str] = Counter()
-        for pod in self._gateways:
-            path = f"/api/v1/namespaces/{RELEASE_NAMESPACE}/pods/{pod}:{GATEWAY_ADMIN_PORT}/proxy{names.PATH_METRICS}"
+        for pod in self._gateway_pods():
+            path = proxy_path(pod, GATEWAY_ADMIN_PORT, names.PATH_METRICS)
             for family in text_string_to_metric_families(self._slipway.access.kubectl("get", "--raw", path)):
                 for sample in family.samples:
                     if sample.labels.get("service", "") in ("", f"{USER_NAMESPACE}/{self._service}"):
@@ -280,11 +287,11 @@ class Ledger:
         running = [
             pod
             for pod in self._slipway.pods(self._service)
-            if pod.status.phase == "Running" and pod.metadata.deletion_timestamp is None
+            if pod.status.phase == "Running" and pod.metadata.deletion_timestamp is None and _listens(pod)
         ]
         counted = {}
         for pod in running:
-            found = self._signals(pod.metadata.name, (pod.metadata.annotations or {}).get(names.ANNOTATION_ADMIN_NONCE))
+            found = self._signals(pod)
             counted[pod.metadata.name, found["bootId"]] = ReplicaCounts(
                 admitted=found["admitted"],
                 finished=found["finished"],
@@ -294,7 +301,8 @@ class Ledger:
             )
         return counted
 
-    def _signals(self, pod: str, nonce: str | None) -> dict[str, Any]:
-        path = f"/api/v1/namespaces/{USER_NAMESPACE}/pods/{pod}:{names.ADMIN_PORT}/proxy{names.PATH_SIGNALS}"
-        token = admin_token(self._master, USER_NAMESPACE, pod, nonce or "")
+    def _signals(self, pod: Any) -> dict[str, Any]:
+        path = proxy_path(pod, names.ADMIN_PORT, names.PATH_SIGNALS)
+        nonce = (pod.metadata.annotations or {}).get(names.ANNOTATION_ADMIN_NONCE, "")
+        token = admin_token(self._master, USER_NAMESPACE, pod.metadata.name, nonce)
         return self._slipway.access.api("GET", path, headers={names.HEADER_ADMIN_TOKEN: token})

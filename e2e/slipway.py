@@ -21,7 +21,7 @@ from bench.load import run_load
 from bench.plan import LoadPlan, LoadReport, Progress
 from e2e.cluster.access import Access
 from e2e.cluster.launch import Cluster
-from slipway_api import names
+from slipway_api import internal_tls, names
 
 T = TypeVar("T")
 
@@ -58,6 +58,17 @@ def wait_for(what: str, look: Callable[[], T | None], timeout: float = 60, every
             last = answer
         time.sleep(every)
     raise NotInTimeError(f"not within {timeout:.0f} s: {what} (last seen: {last!r})")
+
+
+def speaks_tls(pod: Any) -> bool:
+    """Whether the pod was created with a certificate of internal TLS; its ports then speak nothing else."""
+    return any(volume.name == internal_tls.VOLUME for volume in pod.spec.volumes)
+
+
+def proxy_path(pod: Any, port: int, path: str) -> str:
+    """A path on a port of the pod, through the API server; it does not verify certificates of pods."""
+    scheme = "https:" if speaks_tls(pod) else ""
+    return f"/api/v1/namespaces/{pod.metadata.namespace}/pods/{scheme}{pod.metadata.name}:{port}/proxy{path}"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import aiohttp
 
 from slipway_agent.page import PageReader, UnreadablePage
 from slipway_agent.readings import Page
+from slipway_api.trust import NoTrustError, Trust
 
 MOST_ANSWER_BYTES: Final = 2**20  # of a JSON answer: the list of a thousand adapters
 MOST_READ_AT_ONCE: Final = 2  # answers that are held in memory; the next ones wait, within their deadline
@@ -53,9 +54,12 @@ class EngineRefused(EngineUnreadable):
 class Engine:
     """The engine's serving port."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str, *, trust: Trust | None = None, name: str = "") -> None:
+        """`trust` verifies an engine that serves TLS, by the name that its certificate is for."""
         self._session = session
         self._url = url.rstrip("/")
+        self._trust = trust
+        self._name = name or None
         self._readers = asyncio.Semaphore(MOST_READ_AT_ONCE)
 
     async def status(self, path: str, *, seconds: float) -> int:
@@ -115,15 +119,25 @@ class Engine:
                     json=body,
                     allow_redirects=False,
                     headers={"Accept-Encoding": "identity"},
+                    ssl=self._trust.context if self._trust is not None else True,
+                    server_hostname=self._name,
                 ) as answer,
             ):
                 yield answer
         except TimeoutError:
             raise EngineSilent(f"{method} {path}: no answer within {seconds:g} s") from None
+        except (aiohttp.ClientSSLError, NoTrustError) as error:  # the first is a ClientConnectorError
+            raise EngineSilent(f"{method} {path}: TLS with the engine failed: {_describe(error)}") from None
         except aiohttp.ClientConnectorError as error:
             raise EngineClosed(f"{method} {path}: {error.strerror or 'nothing listens'}") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise EngineSilent(f"{method} {path}: {type(error).__name__}") from None
+
+
+def _describe(error: Exception) -> str:
+    """The reason of a failed handshake, such as `certificate has expired`."""
+    cause = getattr(error, "certificate_error", None) or getattr(error, "os_error", None) or error
+    return getattr(cause, "verify_message", "") or getattr(cause, "reason", "") or str(cause)
 
 
 async def _bounded(answer: aiohttp.ClientResponse, what: str) -> bytes:

@@ -9,6 +9,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from slipway_api.listening import bound_sockets
+from slipway_api.served_certificate import Certificate
 
 MOST_CONNECTIONS: Final = 128
 HEADER_SECONDS: Final = 10.0
@@ -87,12 +88,14 @@ class _Connection(asyncio.Protocol):
 class Port:
     """One port that serves an application until its stack closes."""
 
-    def __init__(self, app: web.Application, host: str, port: int) -> None:
+    def __init__(self, app: web.Application, host: str, port: int, certificate: Certificate | None = None) -> None:
+        """With a certificate it speaks TLS and nothing else."""
         app.middlewares.insert(0, self._track)
         app.on_response_prepare.append(_hide_server)
         self._app = app
         self._host = host
         self.port = port
+        self._certificate = certificate
         self._open: dict[asyncio.BaseTransport, _Connection] = {}
 
     async def open(self, stack: AsyncExitStack) -> None:
@@ -114,7 +117,11 @@ class Port:
         self.port = sockets[0].getsockname()[1]
         for bound in sockets:
             server = await asyncio.get_running_loop().create_server(
-                lambda: _Connection(handlers(), self._open), sock=bound, backlog=MOST_CONNECTIONS
+                lambda: _Connection(handlers(), self._open),
+                sock=bound,
+                backlog=MOST_CONNECTIONS,
+                ssl=self._certificate.context if self._certificate is not None else None,
+                ssl_handshake_timeout=HEADER_SECONDS if self._certificate is not None else None,
             )
             stack.callback(server.close)
 

@@ -58,6 +58,7 @@ class Replica:
         self.engine = engine
         self.clock = clock
         self.on_boot: Callable[[], Awaitable[None]] | None = None  # awaited after each start of the engine
+        self.outdated_certificate_ends: Callable[[], int] = lambda: 0  # see `engine_certificate`
         self.on_probe: Callable[[], None] | None = None  # called after each probe of the engine
         self._nonce = secrets.token_hex(4)
         self._boots = 0
@@ -217,7 +218,7 @@ class Replica:
             return Ready(ready=False, reason=ReadyReason.ENGINE_DEAD, message=self._why_not)
         silent = self.clock() - self._silent_since if self._silent_since is not None else 0.0
         if silent > (limit := self.dialect.probe.unready_after_seconds):
-            message = f"the engine has not answered for {silent:.0f} s, the limit is {limit} s"
+            message = f"the engine has not answered for {silent:.0f} s, the limit is {limit} s: {self._why_not}"
             return Ready(ready=False, reason=ReadyReason.STEP_LOOP_STALLED, message=message)
         if self.draining:
             return Ready(ready=False, reason=ReadyReason.DRAINING, message="the replica drains")
@@ -279,6 +280,7 @@ class Replica:
             aborted=now.aborted,
             generated_tokens=now.generation_tokens,
             prompt_tokens=now.prompt_tokens,
+            outdated_certificate_ends=self.outdated_certificate_ends(),
             not_ready=ready.reason.value if is_broken else "",
         )
 

@@ -4,6 +4,7 @@ import asyncio
 import signal
 import sys
 from contextlib import AsyncExitStack
+from urllib.parse import urlsplit
 
 import aiohttp
 import structlog
@@ -14,12 +15,16 @@ from slipway_agent.app import AdminPort
 from slipway_agent.drain_socket import serve_drain_socket
 from slipway_agent.drained_file import DrainedFile
 from slipway_agent.engine import Engine
+from slipway_agent.engine_certificate import EngineCertificate
 from slipway_agent.port import Port
 from slipway_agent.refusal import Refusal
 from slipway_agent.replica import Replica
 from slipway_agent.settings import AgentSettings
+from slipway_api import internal_tls, names
 from slipway_api.logs import configure
 from slipway_api.runtime_api import BootList
+from slipway_api.served_certificate import Certificate
+from slipway_api.trust import Trust, TrustFile
 
 log = structlog.get_logger()
 
@@ -59,13 +64,20 @@ async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:
                 trust_env=False,
             )
         )
-        engine = Engine(session, settings.engine_url)
+        certificate, trust = _tls(settings)
+        engine = Engine(session, settings.engine_url, trust=trust, name=settings.tls_name)
         replica = Replica(settings.dialect, engine)
         adapters = Adapters(settings.dialect, engine, most=settings.max_adapters)
         replica.on_boot = lambda: load_boot_list(settings, adapters)
         stack.push_async_callback(adapters.stop)
         stack.push_async_callback(replica.stop)
-        port = Port(AdminPort(settings, replica, adapters).app(), settings.bind, settings.port)
+        if settings.tls_directory is not None and trust is not None:
+            engine_port = urlsplit(settings.engine_url).port or names.SERVING_PORT
+            served = EngineCertificate(settings.tls_directory, trust, settings.tls_name, engine_port)
+            replica.outdated_certificate_ends = served.outdated_ends
+            comparing = asyncio.create_task(served.watch())
+            stack.callback(comparing.cancel)
+        port = Port(AdminPort(settings, replica, adapters).app(), settings.bind, settings.port, certificate)
         await port.open(stack)
         file = DrainedFile(settings.drained_file, replica)
         replica.on_probe = file.follow
@@ -80,6 +92,14 @@ async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:
         await asyncio.wait({watching, stopped})
         if not watching.cancelled():
             watching.result()  # it never ends by itself: raise what ended it
+
+
+def _tls(settings: AgentSettings) -> tuple[Certificate | None, Trust | None]:
+    """Certificate of the admin port, and authorities that verify the engine. Raises CertificateError."""
+    directory = settings.tls_directory
+    if directory is None:
+        return None, None
+    return Certificate(directory), TrustFile(directory / internal_tls.CA_FILE)
 
 
 def run(settings: AgentSettings) -> int:

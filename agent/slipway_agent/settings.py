@@ -35,6 +35,8 @@ class AgentSettings:
     revision: str = ""
     max_adapters: int | None = None  # as the engine was started; None: as the dialect says
     max_num_seqs: int = 0  # as the engine was started; 0: as many requests as the KV cache holds
+    tls_directory: Path | None = None  # mounted certificate of the namespace; None: both ports speak plain text
+    tls_name: str = ""  # the name in the certificate of the engine
     boot_list: Path = BOOT_LIST
     run_directory: Path = Path(names.RUN_DIRECTORY)
     drain_timeout_seconds: int = 120  # of a drain that a preStop hook asks for
@@ -83,6 +85,8 @@ def parse_arguments(argv: Sequence[str], environment: Mapping[str, str] = os.env
     flag("max-num-seqs", "0", "requests that compute at the same time; 0: as many as the KV cache holds")
     flag("drain-timeout", "120", "seconds that a drain may take which a preStop hook asks for")
     flag("drained-file", "", "file that exists when the engine may end: it is drained, or can finish no request")
+    flag("tls-directory", "", "serve TLS with the certificate in this folder, and verify that of the engine")
+    flag("tls-name", "", "the name that the certificate of the engine is for")
     flag("log-level", "INFO", f"one of {', '.join(_LEVELS)}")
     drain = verbs.add_parser("drain", help="drain the replica of this pod, and wait for the end", allow_abbrev=False)
     drain.add_argument("--refuse-after", type=float, default=0.0, help="seconds in which routers send more requests")
@@ -94,18 +98,22 @@ def serve_settings(arguments: argparse.Namespace, environment: Mapping[str, str]
     digests = tuple(part for part in environment.get(names.ENV_ADMIN_TOKEN_SHA256, "").split(",") if part)
     if not all(_SHA256.fullmatch(digest) for digest in digests):
         raise SettingsError(f"{names.ENV_ADMIN_TOKEN_SHA256} must be digests of 64 lower-case hex digits")
+    if arguments.tls_directory and not arguments.tls_name:
+        raise SettingsError("--tls-directory needs --tls-name, the name that the certificate of the engine is for")
     most = _whole("--max-adapters", arguments.max_adapters, 1024) if arguments.max_adapters else None
     if arguments.log_level not in _LEVELS:
         raise SettingsError(f"--log-level {arguments.log_level!r} must be one of {', '.join(_LEVELS)}")
     return AgentSettings(
         dialect=_dialect(arguments.dialect, environment),
-        engine_url=_loopback(arguments.engine_url),
+        engine_url=_loopback(arguments.engine_url, "https" if arguments.tls_directory else "http"),
         host=arguments.host,
         port=_whole("--admin-port", arguments.admin_port, 65535),
         served_name=arguments.served_name,
         revision=arguments.revision,
         max_adapters=most,
         max_num_seqs=_whole("--max-num-seqs", arguments.max_num_seqs, 2**31),
+        tls_directory=Path(arguments.tls_directory) if arguments.tls_directory else None,
+        tls_name=arguments.tls_name,
         boot_list=Path(environment.get("SLIPWAY_BOOT_LIST") or BOOT_LIST),
         run_directory=run_directory(environment),
         drain_timeout_seconds=_whole("--drain-timeout", arguments.drain_timeout, 7 * 86400),
@@ -134,13 +142,13 @@ def _dialect(file: Path | None, environment: Mapping[str, str]) -> Dialect:
     raise SettingsError(f"no dialect: set {ENV_DIALECT}, or name a file with --dialect")
 
 
-def _loopback(url: str) -> str:
+def _loopback(url: str, scheme: str) -> str:
     """The engine shares the agent's network: any other address is a mistake, or an attempt to reach further."""
     try:
         parts = urlsplit(url)
-        is_right = parts.scheme == "http" and parts.port is not None and parts.path in ("", "/") and not parts.query
+        is_right = parts.scheme == scheme and parts.port is not None and parts.path in ("", "/") and not parts.query
     except ValueError:
         is_right = False
     if not is_right or parts.hostname not in ("127.0.0.1", "::1", "localhost"):
-        raise SettingsError(f"--engine-url {url!r} must be http://127.0.0.1:PORT: the engine runs in the same pod")
+        raise SettingsError(f"--engine-url {url!r} must be {scheme}://127.0.0.1:PORT: the engine runs in the same pod")
     return url

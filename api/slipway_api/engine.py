@@ -130,6 +130,22 @@ class ResourceDefaults(Struct):
     """What the engine may use at most."""
 
 
+class EngineTLS(Struct):
+    """How the engine serves TLS, with the certificate of its namespace."""
+
+    model_config = cel_rules(
+        Rule(
+            "['tls.certificate', 'tls.key'].all(file, self.args.exists(one, one.contains('$(' + file + ')')))",
+            "tls.args must name both files: $(tls.certificate) and $(tls.key)",
+            ".args",
+        )
+    )
+
+    args: Annotated[tuple[TemplateText, ...], bounded_list(at_most=16)] = Field(min_length=1)
+    """Arguments with which the engine serves TLS alone on $(ports.serving). They are written while internalTLS of the
+    chart is on, between args and spec.runtime.args of the service."""
+
+
 class EngineSpec(Struct):
     """How a replica of this engine is started, and how slipway-agent talks to it."""
 
@@ -147,6 +163,9 @@ class EngineSpec(Struct):
     """The arguments after it; spec.runtime.args of a service come last."""
     env: Annotated[tuple[Variable, ...], bounded_list(at_most=64)] = ()
     """Environment variables; a service's spec takes precedence."""
+    tls: EngineTLS | None = None
+    """How the engine serves TLS. Absent: while internalTLS of the chart is on, services of this engine get no replicas,
+    and Stalled has the reason EngineWithoutTLS."""
     ports: Annotated[tuple[Port, ...], bounded_list(at_most=8, key="name")] = ()
     """Ports beside $(ports.serving), on which the engine must listen."""
     stop_command: Annotated[tuple[TemplateText, ...], bounded_list(at_most=8)] = ()

@@ -34,8 +34,11 @@ VARIABLES: Final = {
     "drainedFile": "the file that slipway-agent writes when no request runs any more",
     "drain.timeoutSeconds": "how long requests may take to finish",
     "gpus": "the number of GPUs of a replica",
+    "tls.certificate": "file with the certificate of the namespace and its chain; only while internalTLS is on",
+    "tls.key": "file with its private key; only while internalTLS is on",
+    "tls.authorities": "file with the trusted authorities; only while internalTLS is on",
 }
-"""What a template may name beside fields; always there."""
+"""What a template may name beside fields; always there, except those of TLS."""
 
 
 def _text(value: Any) -> str:

@@ -24,9 +24,14 @@ def matrix_section(engines: Mapping[str, EngineSpec]) -> str:
         "| field below `spec` | " + " | ".join(f"`{name}`" for name in engines) + " |",
         "|---|" + "---|" * len(engines),
         *(f"| `{field}` | " + " | ".join(_cell(field, spec) for spec in engines.values()) + " |" for field in FIELDS),
+        "| `internalTLS` of the chart | " + " | ".join(_tls_cell(spec) for spec in engines.values()) + " |",
         "",
     ]
     return "\n".join(lines)
+
+
+def _tls_cell(spec: EngineSpec) -> str:
+    return "yes" if spec.tls is not None else "refused: EngineWithoutTLS"
 
 
 def _cell(field: str, spec: EngineSpec) -> str:

@@ -11,6 +11,8 @@ REPLICAS_SECRET: Final = "slipway-internal-tls"  # noqa: S105  a name; of type k
 DIRECTORY: Final = "/etc/slipway/internal-tls"  # where a pod that serves TLS finds its certificate
 CERTIFICATE_FILE: Final = "tls.crt"
 KEY_FILE: Final = "tls.key"
+ENV_DIRECTORY: Final = "SLIPWAY_TLS_DIRECTORY"  # of slipway-agent
+ENV_NAME: Final = "SLIPWAY_TLS_NAME"  # of slipway-agent: the name in the certificate of the engine beside it
 CA_FILE: Final = "ca.crt"  # all authorities that are trusted now, in the Secrets and in the ConfigMap of the bundle
 
 

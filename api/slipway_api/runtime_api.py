@@ -70,6 +70,9 @@ class Signals(Body):
     starting: str = (
         ""  # until it is ready for the first time: Booting, NoModel, Downloading, Loading, WarmingUp or Standby
     )
+    # End, in seconds since 1970, of the certificate that the engine still serves although another one has been mounted
+    # for a while; left out while zero. Only of slipway-agent: our own runtime reads changed files.
+    outdated_certificate_ends: int = Field(default=0, ge=0, exclude_if=lambda end: not end)
     # Why it is not ready, once it was: StepLoopStalled or EngineDead, as in Ready.reason; left out while empty.
     not_ready: str = Field(default="", exclude_if=lambda reason: not reason)
 

@@ -37,9 +37,9 @@ STALLED_CAUSES: Final = {
         "Grant or restore what the message names; the operator tries again every 15 seconds.",
     ),
     Reason.ENGINE_WITHOUT_TLS: Cause(
-        "internalTLS.enabled of the chart is true, and the engine of the service answers in plain text.",
+        "internalTLS.enabled of the chart is true, and the Engine of the service has no flags for a certificate.",
         Helper.INSTALLATION,
-        "Use the engine slipway, or serve other engines by a release without internalTLS.",
+        "Add spec.tls to the Engine, use the engine slipway, or serve it by a release without internalTLS.",
     ),
     Reason.IMAGE_PULL_FAILED: Cause(
         "The kubelet cannot pull the runtime image.",

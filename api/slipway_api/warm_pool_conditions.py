@@ -33,6 +33,7 @@ class PoolReason(StrEnum):
     NAME_CONFLICT = "NameConflict"
     CACHE_NOT_PERMITTED = "CacheNotPermitted"
     MOUNT_FAILED = "MountFailed"
+    CERTIFICATE_UNAVAILABLE = "CertificateUnavailable"
     WARM_FAILED = "WarmFailed"
     WAITING_FOR_CAPACITY = "WaitingForCapacity"
 
@@ -55,6 +56,7 @@ class PoolEvent(StrEnum):
     NAME_CONFLICT = "NameConflict"
     CACHE_NOT_PERMITTED = "CacheNotPermitted"
     MOUNT_FAILED = "MountFailed"
+    CERTIFICATE_UNAVAILABLE = "CertificateUnavailable"
     LABELS_RESTORED = "LabelsRestored"
 
     @property
@@ -70,7 +72,7 @@ STALLED_CAUSES: Final = {
         PoolReason(reason.value): SERVICE_CAUSES[reason]
         for reason in (
             *(Reason.INVALID_SPEC, Reason.QUOTA_EXCEEDED, Reason.REFUSED, Reason.NAME_CONFLICT),
-            *(Reason.CACHE_NOT_PERMITTED, Reason.MOUNT_FAILED),
+            *(Reason.CACHE_NOT_PERMITTED, Reason.MOUNT_FAILED, Reason.CERTIFICATE_UNAVAILABLE),
         )
     },
     PoolReason.IMAGE_PULL_FAILED: Cause(

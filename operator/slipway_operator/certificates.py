@@ -6,7 +6,7 @@
     Secret slipway-internal-tls              of the replicas; one in each namespace with services or pools
 
 Runs on the leader. A Secret that is not ours, or that cannot be read, is never overwritten: it is a fault, which the
-services of its namespace report. Nothing is deleted; a Secret that nobody needs any more is not renewed.
+services and pools of its namespace report. Nothing is deleted; a Secret that nobody needs any more is not renewed.
 """
 
 import asyncio
@@ -349,14 +349,17 @@ def certificates_of_installation(
     clock: Clock,
 ) -> Certificates:
     """The certificates that the settings ask for. A namespace needs one for its services and pools; a changed fault
-    wakes its services."""
+    wakes both."""
+
+    def keys() -> list[Key]:
+        kinds = (INFERENCE_SERVICES.kind, WARM_POOLS.kind)
+        return [key for kind in kinds if kind in stores for key in stores[kind].keys()]  # noqa: SIM118  its method
 
     def namespaces() -> set[str]:
-        kinds = (INFERENCE_SERVICES.kind, WARM_POOLS.kind)
-        return {key.namespace for kind in kinds if kind in stores for key in stores[kind].keys()}  # noqa: SIM118
+        return {key.namespace for key in keys()}
 
-    def wake_services(namespace: str) -> None:
-        for key in stores[INFERENCE_SERVICES.kind].keys():  # noqa: SIM118  a method of the store
+    def wake_namespace(namespace: str) -> None:
+        for key in keys():
             if key.namespace == namespace:
                 wake(key)
 
@@ -371,7 +374,7 @@ def certificates_of_installation(
         ),
         metrics,
         namespaces=namespaces,
-        on_fault=wake_services,
+        on_fault=wake_namespace,
         now=clock.now,
         monotonic=clock.monotonic,
         is_enabled=settings.internal_tls,

@@ -14,10 +14,13 @@ from typing import Any
 
 from slipway_api.admin_token import token_digest
 from slipway_api.dialect import ENV_DIALECT, built_in
+from slipway_api.internal_tls import replicas_name
 from slipway_api.names import ENV_ADMIN_TOKEN_SHA256
+from tests.operator.tls_files import TlsFiles
 
 WITHOUT_RICH = "import sys; sys.modules['rich'] = None; from slipway_agent.main import main; main()"
 TOKEN = "the admin token of a test"
+TEAM = replicas_name("team")
 
 
 @dataclass
@@ -45,6 +48,18 @@ def vllm_dialect(**change: Any) -> str:
     raw = built_in("vllm").to_json()
     raw["drain"]["quietSeconds"] = 1
     return json.dumps(raw | change)
+
+
+def tls_flags(files: TlsFiles) -> tuple[str, ...]:
+    """The flags with which an agent serves TLS, and verifies an engine of the same namespace."""
+    return ("--tls-directory", str(files.folder), "--tls-name", TEAM)
+
+
+def mounted(folder: Path) -> TlsFiles:
+    """The certificate of a namespace; a test reaches it as localhost."""
+    files = TlsFiles(folder)
+    files.issue(TEAM, "localhost")
+    return files
 
 
 @asynccontextmanager
@@ -76,7 +91,8 @@ async def an_agent(
 
         reader = asyncio.create_task(read())
         try:
-            agent.admin_url = f"http://127.0.0.1:{(await agent.logged('listening'))['admin_port']}"
+            host = "https://localhost" if "--tls-directory" in flags else "http://127.0.0.1"
+            agent.admin_url = f"{host}:{(await agent.logged('listening'))['admin_port']}"
             yield agent
         finally:
             if process.returncode is None:

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -72,6 +73,7 @@ class StandIn:
             await response.prepare(request)
             with contextlib.suppress(ConnectionError):
                 while True:
+                    await asyncio.sleep(0)  # over TLS a write to a broken connection returns immediately
                     await response.write(b"# " + b"x" * 1000 + b"\n")
             return response
         answer: web.StreamResponse = await handler(request)
@@ -175,14 +177,14 @@ def _error(status: int, kind: str, message: str) -> web.Response:
 
 
 @asynccontextmanager
-async def listening(stand_in: StandIn, port: int = 0) -> AsyncIterator[StandIn]:
+async def listening(stand_in: StandIn, port: int = 0, *, tls: ssl.SSLContext | None = None) -> AsyncIterator[StandIn]:
     """The stand-in on a port of this machine; another stand-in may take the port over later."""
     runner = web.AppRunner(stand_in.app(), access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port, reuse_address=True)
+    site = web.TCPSite(runner, "127.0.0.1", port, reuse_address=True, ssl_context=tls)
     await site.start()
     assert site._server is not None
-    stand_in.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    stand_in.url = f"{'https' if tls else 'http'}://127.0.0.1:{runner.addresses[0][1]}"
     try:
         yield stand_in
     finally:

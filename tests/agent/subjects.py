@@ -1,10 +1,11 @@
-"""Three replicas that must answer the admin protocol alike: our runtime, and an agent beside each of two engines."""
+"""Replicas that must answer the admin protocol alike: our runtime, and agents beside other engines."""
 
 import asyncio
 import os
 import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,10 +17,15 @@ import pytest
 
 from bench.peers.environments import environment, interpreter
 from slipway_api.admin_token import token_digest
+from slipway_api.crd import engine_manifest
+from slipway_api.engine import parse_engine, render
 from slipway_api.names import ENV_ADMIN_TOKEN_SHA256, HEADER_ADMIN_TOKEN
 from slipway_api.runtime_api import Signals
-from tests.agent.agents import TOKEN, an_agent
+from slipway_api.served_certificate import Certificate
+from slipway_api.trust import client_context
+from tests.agent.agents import TOKEN, an_agent, mounted, tls_flags
 from tests.agent.stand_in import StandIn, listening
+from tests.operator.tls_files import TlsFiles
 from tests.runtime.processes import serving
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -101,8 +107,26 @@ async def beside_the_stand_in() -> AsyncIterator[Subject]:
 
 
 @asynccontextmanager
-async def beside_vllm() -> AsyncIterator[Subject]:
-    """An unmodified vLLM on the CPU, as `python -m bench.peers.environments` installs it; never installed by a test."""
+async def beside_the_stand_in_by_tls() -> AsyncIterator[Subject]:
+    with tempfile.TemporaryDirectory(prefix="slw") as folder:
+        files = mounted(Path(folder) / "tls")
+        async with (
+            listening(StandIn(), tls=Certificate(files.folder).context) as engine,
+            an_agent(engine.url, *tls_flags(files)) as agent,
+            httpx.AsyncClient(timeout=120, verify=client_context(files.bundle)) as http,
+        ):
+            url = engine.url.replace("127.0.0.1", "localhost")
+            subject = Subject("stand-in by TLS", url, agent.admin_url, http, longest=300)
+            await subject.until_ready()
+            yield subject
+
+
+@asynccontextmanager
+async def beside_vllm(*, files: TlsFiles | None = None) -> AsyncIterator[Subject]:
+    """An unmodified vLLM on the CPU, as `python -m bench.peers.environments` installs it; never installed by a test.
+
+    files: the certificate with which vLLM and the agent serve TLS, by the flags of the chart's Engine.
+    """
     if os.environ.get("PYTEST_XDIST_WORKER"):
         pytest.skip("vLLM takes 4 GB and a minute: `make test-cluster` starts it once, outside the parallel tests")
     python = interpreter("vLLM CPU")
@@ -116,6 +140,7 @@ async def beside_vllm() -> AsyncIterator[Subject]:
             *(str(python.parent / "vllm"), "serve", str(MODELS / "tiny"), "--served-model-name", "tiny"),
             *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "512"),
             *("--enforce-eager", "--max-num-seqs", "4", "--enable-lora", "--max-lora-rank", "16"),
+            *(engine_flags(files) if files is not None else ()),
             *("--enable-server-load-tracking", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
             # A small model would fill its answer with the spaces that a schema allows.
             *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
@@ -138,9 +163,13 @@ async def beside_vllm() -> AsyncIterator[Subject]:
         start_new_session=True,
     )
     try:
-        url = f"http://127.0.0.1:{port}"
-        async with an_agent(url) as agent, httpx.AsyncClient(timeout=120) as http:
-            subject = Subject("vllm", url, agent.admin_url, http, longest=480)
+        scheme, flags = ("https", tls_flags(files)) if files is not None else ("http", ())
+        verify = client_context(files.bundle) if files is not None else True
+        async with (
+            an_agent(f"{scheme}://127.0.0.1:{port}", *flags) as agent,
+            httpx.AsyncClient(timeout=120, verify=verify) as http,
+        ):
+            subject = Subject("vllm", f"{scheme}://localhost:{port}", agent.admin_url, http, longest=480)
 
             async def ready() -> bool:
                 assert engine.poll() is None, "vLLM ended while it started"
@@ -153,4 +182,17 @@ async def beside_vllm() -> AsyncIterator[Subject]:
         engine.wait()
 
 
-SUBJECTS = {"runtime": our_runtime, "stand-in": beside_the_stand_in, "vllm": beside_vllm}
+def engine_flags(files: TlsFiles) -> list[str]:
+    """How the chart's Engine vllm makes vLLM serve TLS."""
+    spec = parse_engine(engine_manifest("vllm")["spec"])
+    assert spec.tls is not None
+    values = {"tls.certificate": str(files.folder / "tls.crt"), "tls.key": str(files.folder / "tls.key")}
+    return [render(one, values) or "" for one in spec.tls.args]
+
+
+SUBJECTS = {
+    "runtime": our_runtime,
+    "stand-in": beside_the_stand_in,
+    "stand-in by TLS": beside_the_stand_in_by_tls,
+    "vllm": beside_vllm,
+}

@@ -15,7 +15,9 @@ from slipway_agent.main import run
 from slipway_agent.settings import SettingsError, parse_arguments, serve_settings
 from slipway_api.dialect import ENV_DIALECT
 from slipway_api.names import HEADER_ADMIN_TOKEN
-from tests.agent.agents import TOKEN, AgentProcess, an_agent, vllm_dialect
+from slipway_api.served_certificate import Certificate
+from slipway_api.trust import client_context
+from tests.agent.agents import TOKEN, AgentProcess, an_agent, mounted, tls_flags, vllm_dialect
 from tests.agent.stand_in import StandIn, listening
 
 pytestmark = pytest.mark.capability("OP-11")
@@ -40,13 +42,23 @@ async def until_ready(agent: AgentProcess, http: httpx.AsyncClient) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize(("adapters", "most_bytes"), [(100, 60_000_000), (1000, 64 * 2**20 - 2_000_000)])
-async def test_the_agent_has_less_than_60_megabytes_whatever_it_is_asked(adapters: int, most_bytes: int):
+LIMIT, TLS_LIMIT = 64 * 2**20, 128 * 2**20  # of its container
+
+
+@pytest.mark.parametrize(
+    ("adapters", "most_bytes", "speaks_tls"),
+    [(100, 60_000_000, False), (1000, LIMIT - 2_000_000, False), (1000, TLS_LIMIT - 2_000_000, True)],
+)
+async def test_the_agent_has_less_than_60_megabytes_whatever_it_is_asked(
+    adapters: int, most_bytes: int, speaks_tls: bool, tmp_path: Path
+):
     """As in its image, which has no rich: structlog would import it. A pod gives it 64 MiB, for a thousand adapters."""
+    files = mounted(tmp_path / "tls")
+    tls, flags = (Certificate(files.folder).context, tls_flags(files)) if speaks_tls else (None, ())
     async with (
-        listening(StandIn(adapters={f"a{n}": "/tmp" for n in range(adapters)})) as engine,
-        an_agent(engine.url, without_rich=True) as agent,
-        httpx.AsyncClient(timeout=60) as http,
+        listening(StandIn(adapters={f"a{n}": "/tmp" for n in range(adapters)}), tls=tls) as engine,
+        an_agent(engine.url, *flags, without_rich=True) as agent,
+        httpx.AsyncClient(timeout=60, verify=client_context(files.bundle)) as http,
     ):
         await until_ready(agent, http)
         seen = {"start": resident(agent.process.pid)}

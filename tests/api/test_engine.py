@@ -137,7 +137,10 @@ def test_the_table_says_what_the_refusals_say():
     lines = matrix_section({"sglang": spec}).splitlines()
     rows = {line.split("`")[1]: line for line in lines if line.startswith("| `")}
 
-    assert set(rows) == set(FIELDS)
+    assert set(rows) == {*FIELDS, "internalTLS"}
+    assert rows["internalTLS"].endswith("| yes |")
+    plain = matrix_section({"other": spec.model_copy(update={"tls": None})})
+    assert "| `internalTLS` of the chart | refused: EngineWithoutTLS |" in plain
     assert "yes: the default, `fp8`" in rows["runtime.quantization"]
     assert "ignored: requests have to name them" in rows["model.samplingDefaults"]
     assert rows["runtime.maxModelLen"].endswith("| yes |")

@@ -49,6 +49,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("an engine slipway that is none", an_engine("slipway"), "builtIn is for the engine slipway"),
     ("an unknown policy", an_engine(fields=[{"name": "model.digest", "policy": "Warn", "why": "x"}]), "Warn"),
     ("a GPU among the defaults", an_engine(resources={"requests": {"nvidia.com/gpu": "1"}}), "cpu, memory"),
+    ("no file of the key", an_engine(tls={"args": ["--cert", "$(tls.certificate)"]}), "must name both files"),
     ("a metric without a name", an_engine(dialect={"engine": "x", "metrics": {"running": [{}]}}), "Required value"),
     ("a name with a dot", an_engine("my.engine"), "63 lower-case letters"),
 ]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from slipway_api import internal_tls
 from slipway_cli.cluster import Cluster, ClusterError
 from slipway_cli.console import forwarded_console
 
@@ -63,6 +64,15 @@ def test_the_address_has_the_forwarded_port_and_the_token_behind_the_hash(kubect
     assert "token" not in arguments
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
+
+
+@pytest.mark.capability("SE-10", "UX-1")
+def test_a_port_that_speaks_tls_has_an_address_of_https(kubectl):
+    kubectl("echo 'Forwarding from 127.0.0.1:43210 -> 8001'\nexec sleep 60")
+    pod = a_gateway_pod("gateway-a", ready=True) | {"spec": {"volumes": [{"name": internal_tls.VOLUME}]}}
+
+    with forwarded_console(Installation(pod), "ns") as url:
+        assert url == "https://127.0.0.1:43210/console#token=token-of-gateway-a"
 
 
 @pytest.mark.capability("UX-1")

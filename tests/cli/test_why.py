@@ -18,7 +18,7 @@ import yaml
 from typer.testing import CliRunner
 
 from bench.servers import MODEL_NAME, Server, a_gateway, a_runtime
-from slipway_api import names
+from slipway_api import internal_tls, names
 from slipway_api.admin_token import admin_token
 from slipway_cli.cluster import Cluster, ClusterError
 from slipway_cli.main import app
@@ -45,13 +45,17 @@ class ApiServer:
 
     ports: dict[str, tuple[str, str]] = field(default_factory=dict)  # namespace/pod -> base URL, token
     objects: dict[str, Any] = field(default_factory=dict)  # path -> body
+    speak_tls: set[str] = field(default_factory=set)  # pods
     url: str = ""
 
     def answer(self, path: str, token: str) -> tuple[int, bytes]:
         parts = urlsplit(path)
         place, is_proxied, rest = parts.path.partition(f":{names.ADMIN_PORT}/proxy")
         if is_proxied:
-            _, _, _, _, namespace, _, pod = place.split("/")
+            _, _, _, _, namespace, _, target = place.split("/")
+            pod = target.removeprefix("https:")
+            if target.startswith("https:") != (pod in self.speak_tls):
+                return 503, b'{"message": "tls: first record does not look like a TLS handshake"}'
             url, expected = self.ports[f"{namespace}/{pod}"]
             if token != expected:
                 return 401, b'{"message": "wrong token"}'
@@ -163,6 +167,27 @@ def why(api: ApiServer, folder: Path, request_id: str, *more: str):
         return CliRunner().invoke(app, ["--kubeconfig", str(file), "why", request_id, *more])
     finally:
         Cluster.kubeconfig = None
+
+
+@pytest.mark.capability("SE-10", "UX-1")
+def test_ports_that_speak_tls_are_read_by_https(api: ApiServer, gateway: Server, tmp_path: Path):
+    asked = urllib.request.Request(
+        f"{gateway.url}/v1/completions",
+        json.dumps({"model": MODEL_NAME, "prompt": "Once", "max_tokens": 2}).encode(),
+        {"Content-Type": "application/json", "X-Request-Id": "by-tls"},
+    )
+    with urllib.request.urlopen(asked) as answer:
+        assert answer.status == 200
+    api.speak_tls = {"gateway-a", "tiny-0"}
+    failed = why(api, tmp_path, "by-tls")
+    assert failed.exit_code != 0, "a pod without the volume is called in plain text"
+
+    pods = f"/api/v1/namespaces/{SYSTEM}/pods"
+    certificate = {"name": internal_tls.VOLUME, "secret": {"secretName": "any"}}
+    api.objects[pods]["items"][0]["spec"]["volumes"].append(certificate)
+    api.objects["/api/v1/namespaces/static/pods/tiny-0"]["spec"]["volumes"] = [certificate]
+    (account,) = json.loads(why(api, tmp_path, "by-tls", "-o", "json").output)
+    assert account["missing"] == []
 
 
 def chat(gateway: Server, request_id: str, **more: Any) -> int:

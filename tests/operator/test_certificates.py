@@ -20,6 +20,7 @@ from tests.fakes import FakeApiServer
 from tests.operator.serving_cluster import ready
 from tests.operator.simulated_cluster import NAMESPACE, SimulatedCluster, simulated_cluster
 from tests.operator.virtual_time import run_in_virtual_time
+from tests.operator.warm_pool_views import apply_pool, pool_condition, warmed
 
 pytestmark = pytest.mark.capability("SE-10")
 
@@ -260,6 +261,26 @@ def test_enabling_and_disabling_replaces_replicas_and_each_is_called_as_it_speak
             cluster.start_operator()
             await cluster.until(lambda: spoken(cluster) == [False] * 3, "replicas in plain text")
             await ready(cluster, replicas=3)
+
+    run_in_virtual_time(story())
+
+
+def test_a_pool_reports_the_certificate_too_and_is_woken_when_it_is_well_again(tmp_path):
+    async def story() -> None:
+        async with simulated_cluster(tmp_path) as cluster:
+            cluster.settings = {"internal_tls": True}
+            apply_pool(cluster, size=1)
+            cluster.start_operator()
+            await warmed(cluster, 1)
+            stored: Any = cluster.server.get(SECRETS, NAMESPACE, REPLICAS_SECRET)
+            assert stored is not None, "a namespace with a pool alone has a certificate"
+            cluster.server.put(SECRETS, stored | {"data": stored["data"] | {"tls.crt": "eA=="}})
+
+            await cluster.until(lambda: pool_condition(cluster, "Stalled").get("status") == "True", "Stalled")
+            assert pool_condition(cluster, "Stalled")["reason"] == "CertificateUnavailable"
+            assert pool_condition(cluster, "Ready")["status"] == "True", "its pod can be claimed"
+            cluster.server.delete(SECRETS, NAMESPACE, REPLICAS_SECRET)
+            await cluster.until(lambda: not pool_condition(cluster, "Stalled"), "health")
 
     run_in_virtual_time(story())
 

@@ -181,6 +181,7 @@ def test_a_replica_that_was_told_to_drain_is_asked_at_once():
         ({"running": 0}, {"running": 0, "seconds": 100}, True),
         ({"running": 0, "starting": "Downloading"}, {"running": 0, "starting": "Loading"}, True),
         ({"running": 0, "starting": "Loading"}, {"running": 0, "starting": "Loading"}, False),
+        ({"running": 0}, {"running": 0, "outdated_certificate_ends": T0}, True),
         ({"running": 0}, {"running": 0, "capacity": Capacity(max_sequences=1, kv_blocks=9, bytes_per_token=9)}, True),
     ],
 )

@@ -87,6 +87,11 @@ def why_renew(
     return ""
 
 
+def describe_certificate_fault(fault: str) -> str:
+    """Message of the condition CertificateUnavailable, of services and pools."""
+    return f"no TLS certificate can be kept: {fault}"
+
+
 def certificate_end(authority: Lifetime, now: datetime) -> datetime:
     """The end of a certificate that is made now: it never outlives its authority."""
     return min(now + CERTIFICATE_LIFE, authority.not_after)

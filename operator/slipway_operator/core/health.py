@@ -156,7 +156,8 @@ def judge(
             on_lost_node=not disrupted and is_lost(one, nodes, now),
             leaves=_why_it_leaves(one, nodes, restart_at, now)
             or _why_no_gateway_gets_in(one, gateway_digests)
-            or _why_transport(one, internal_tls),
+            or _why_transport(one, internal_tls)
+            or _why_certificate(one),
             ends_at=_end_of_node(one, nodes, now),
         )
         for one in ordered
@@ -287,6 +288,12 @@ def _why_transport(replica: Replica, internal_tls: bool | None) -> str:
         return ""
     spoken, value = ("TLS", "false") if replica.speaks_tls else ("plain text", "true")
     return f"it speaks {spoken}, and internalTLS.enabled of the chart is {value}"
+
+
+def _why_certificate(replica: Replica) -> str:
+    """Whether its engine has missed a renewal, as slipway-agent reports: callers refuse it when that one ends."""
+    end = replica.sample.outdated_certificate_ends if replica.sample is not None else None
+    return f"its engine still serves the certificate that ends at {rfc3339(end)}" if end is not None else ""
 
 
 def _end_of_node(replica: Replica, nodes: Mapping[str, Node], now: datetime) -> datetime | None:

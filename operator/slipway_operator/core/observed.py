@@ -6,7 +6,7 @@ stored in `service.status` or in pod metadata, because those survive the operato
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, NamedTuple
 
 from slipway_api import names
@@ -94,11 +94,13 @@ class Sample:
     starting: str = ""  # until it is ready for the first time: Downloading, Loading or WarmingUp
     not_ready: str = ""  # why it is not, once it was: StepLoopStalled or EngineDead
     invalid_logits: int = 0  # answers since its start that ended because the logits were NaN or infinite
+    outdated_certificate_ends: datetime | None = None  # of a certificate that its engine should no longer serve
     capacity: Capacity | None = None  # None: it is loading, or has not reported it yet
 
     @classmethod
     def of(cls, signals: Signals, at: datetime, capacity: Capacity | None = None) -> "Sample":
         """The part of a `/signals` answer that decisions use, with the capacity that the replica reported earlier."""
+        end = signals.outdated_certificate_ends
         return cls(
             at=at,
             boot_id=signals.boot_id,
@@ -109,6 +111,7 @@ class Sample:
             starting=signals.starting,
             not_ready=signals.not_ready,
             invalid_logits=signals.invalid_logits,
+            outdated_certificate_ends=datetime.fromtimestamp(end, UTC) if end else None,
             capacity=capacity,
         )
 

@@ -60,12 +60,14 @@ class Target(Generic[AddressT, KeyT]):
 def matters(before: Sample | None, after: Sample) -> bool:
     """Whether the service needs a pass because of this sample.
 
-    It does after a silence, with load, at the end of load, for a step of the start, a drain's progress and a restarted
-    engine; not while an idle replica stays idle.
+    It does after a silence, with load, at the end of load, for a step of the start, a drain's progress, a restarted
+    engine and a certificate that its engine has not renewed; not while an idle replica stays idle.
     """
     if before is None or before.boot_id != after.boot_id or before.draining != after.draining:
         return True
     if before.starting != after.starting or before.capacity != after.capacity:
+        return True
+    if before.outdated_certificate_ends != after.outdated_certificate_ends:
         return True
     if (after.at - before.at).total_seconds() > 2 * IDLE_SECONDS:
         return True

@@ -92,6 +92,7 @@ class WarmPools:
             defaults=self._inputs.defaults,
             token_digests=self._inputs.token_digests,
             nonce_seed=self._inputs.random_bytes(32),
+            certificate_fault=self._inputs.certificate_fault_of(key.namespace),
         )
         return self.with_memory(observed, memory)
 

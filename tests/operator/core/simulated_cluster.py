@@ -288,6 +288,7 @@ class SimulatedCluster(Faults):
             tuple(self.nodes.values()),
             dict(self.engines),
             dict(self.templates),
+            [pod.outdated_certificate_ends for pod in self.live],
         )
         samples = [pod.sample for pod in self.pods.values() if pod.sample and pod.answers]
         is_busy = any(sample.draining or sample.requests for sample in samples) and self.now.second % 2 == 0
@@ -340,6 +341,7 @@ class SimulatedCluster(Faults):
                 pod.running = 0  # its runtime ends what cannot finish
         if pod.answers and pod.loads_for <= 0:
             answer = Sample(at=self.now, kv_usage=pod.kv, running=pod.running, waiting=pod.waiting, draining=pod.drains)
+            answer = replace(answer, outdated_certificate_ends=pod.outdated_certificate_ends)
             for ago in reversed(range(min(seconds, pod.late_by + 1))):
                 pod.said.append(replace(answer, at=self.now - TICK * ago))
             pod.said = pod.said[-1 - pod.late_by :]

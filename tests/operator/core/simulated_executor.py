@@ -4,7 +4,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from slipway_api import names
+from slipway_api import internal_tls, names
 from slipway_operator.core.actions import (
     ABSENT,
     AddFinalizer,
@@ -154,6 +154,7 @@ def _create_pod(world: "SimulatedCluster", action: CreatePod, observed: Observed
             slot=slot,
             attempt=attempt,
             created_at=world.now,
+            speaks_tls=any(one["name"] == internal_tls.VOLUME for one in action.manifest["spec"]["volumes"]),
             safe_to_evict=action.manifest["metadata"]["annotations"].get(names.ANNOTATION_SAFE_TO_EVICT, ""),
             do_not_disrupt=action.manifest["metadata"]["annotations"].get(names.ANNOTATION_DO_NOT_DISRUPT, ""),
         ),

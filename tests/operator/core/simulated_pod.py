@@ -29,6 +29,7 @@ class SimulatedPod:
     hung_since: Any = None
     is_ending: bool = False  # it drains for good, whatever it is asked
     drain_arrives_at: Any = None
+    outdated_certificate_ends: Any = None  # as slipway-agent reports it
     said: list[Sample] = field(default_factory=list)  # the answers on their way
 
     @property

@@ -45,7 +45,7 @@ from slipway_operator.core.service.replicas.edited import restore_edited
 from slipway_operator.core.service.replicas.pod import build_pod, pod_name
 from slipway_operator.core.service.replicas.undrain import take_back
 from slipway_operator.core.service.rollout import steps as rollout
-from slipway_operator.core.service.rollout.engine import choose_engine, find_plain_engine
+from slipway_operator.core.service.rollout.engine import choose_engine, find_engine_fault, find_plain_engine
 from slipway_operator.core.service.rollout.revision import Revision, create_revision, delete_revisions, load_revisions
 from slipway_operator.core.service.rollout.steps import RolloutStep
 from slipway_operator.core.service.rollout.strategy import decide_rollout
@@ -133,7 +133,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
     decided = Decided(
         members=members,
         cache=cache,
-        reference_fault=(engine.reason, engine.fault) if engine.fault else templates.runs_on,
+        reference_fault=find_engine_fault(engine, target.revision, observed.defaults) or templates.runs_on,
         facts=facts,
         target=target,
         scale=scale,
@@ -238,6 +238,8 @@ def _may_start(observed: Observed, members: Sequence[Member], revision: Revision
     """Whether a replica of this revision could serve, as far as that is known before its pod."""
     spec = revision.apply_to(observed.service).spec
     if find_service_fault(spec, observed.defaults) or find_refusal(spec, observed.defaults):
+        return False
+    if find_plain_engine(revision.engine, observed.defaults):
         return False
     return hold_until(observed, members, now) is None and not isinstance(check_fit(spec), DoesNotFit)
 

@@ -74,6 +74,7 @@ class ObservedPool:
     booted_before: frozenset[str] | None = None  # `PoolPlan.booted` of the last pass; None after a takeover
     taken_names: frozenset[str] = frozenset()
     failures: tuple[Failure, ...] = ()
+    certificate_fault: str = ""  # why the namespace has no TLS certificate, or will soon have none
 
     @property
     def hungry_for_our_gpus(self) -> tuple[HungryReplica, ...]:

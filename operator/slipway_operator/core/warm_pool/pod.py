@@ -78,7 +78,7 @@ def build_pool_pod(
     spread = pod["spec"]["topologySpreadConstraints"][0]
     spread["labelSelector"] = {"matchLabels": {names.LABEL_POOL: name}}
     if access.tls:
-        pod = secured(pod)
+        pod = secured(pod, is_ours=True)
     metadata = waiting_metadata(pool)
     pod["metadata"] = {
         "name": pool_pod_name(name, number),

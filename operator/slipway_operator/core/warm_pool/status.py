@@ -19,6 +19,7 @@ from slipway_api.conditions import Condition, ConditionStatus, find_condition, r
 from slipway_api.warm_pool import WarmPoolStatus
 from slipway_api.warm_pool_conditions import PoolCondition, PoolEvent, PoolReason
 from slipway_operator.core.actions import Event
+from slipway_operator.core.certificates import describe_certificate_fault
 from slipway_operator.core.service.status.refusals import describe_refusal, judge_refusal
 from slipway_operator.core.warm_pool.autosize import Size
 from slipway_operator.core.warm_pool.observed import Backoff, ObservedPool
@@ -128,6 +129,8 @@ def _stalled(observed: ObservedPool, counts: Counts) -> tuple[PoolReason, str] |
     """What only a person can change."""
     if observed.fault:
         return PoolReason.INVALID_SPEC, observed.fault
+    if observed.certificate_fault:  # told while pods wait, too
+        return PoolReason.CERTIFICATE_UNAVAILABLE, describe_certificate_fault(observed.certificate_fault)
     for failure in observed.failures:
         if (judged := judge_refusal(failure)) is not None:
             return PoolReason(judged[0].value), judged[1]

@@ -144,7 +144,7 @@ def test_input_is_requests_only_never_cpu_gpu_or_memory_utilization():
     of_load, of_latency = {"KVCacheUtilization", "QueueDepth", "RunningRequests"}, {"TTFTP95Seconds"}
     assert {metric.value for metric in MetricType} == of_load | of_latency
     of_the_requests = {"at", "boot_id", "kv_usage", "running", "waiting", "draining"}
-    for_the_status = {"starting", "not_ready", "capacity", "invalid_logits"}
+    for_the_status = {"starting", "not_ready", "capacity", "invalid_logits", "outdated_certificate_ends"}
     assert set(Sample.__dataclass_fields__) == of_the_requests | for_the_status
     of_the_replicas = {"metered", "silent", "unasked", "pending", "broken"}
     of_the_gateways = {"held_by_gateways", "ttft_p95"}

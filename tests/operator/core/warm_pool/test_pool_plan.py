@@ -255,6 +255,7 @@ def test_every_condition_and_event_of_a_pool_that_is_documented_is_said():
         plan(seen(a_pool(size=1, suspend=True)), T0),
         plan(seen(a_pool(size=1), claimed), T0),
         plan(seen(a_pool(size=1), fault="spec.size is not valid"), T0),
+        plan(seen(a_pool(size=1), certificate_fault="a private key is not PEM"), T0),
         plan(seen(a_pool(size=1), failures=refused), T0),
         *(plan(seen(a_pool(size=1), failures=refused_with(*one)), T0) for one in REFUSALS),
         plan(seen(a_pool(size=1), a_waiting_pod(0).but(mount_failure='secret "keys" not found')), T0),
@@ -329,3 +330,19 @@ def test_the_pod_of_a_pool_is_that_of_a_service_but_for_what_a_claim_brings():
     assert (labels[names.LABEL_STATE], labels[names.LABEL_POOL]) == (names.STATE_WARM, "pool")
     assert names.LABEL_SERVICE not in labels, "no Service, no disruption budget and no gateway finds it"
     assert warm["metadata"]["ownerReferences"][0]["uid"] == POOL_UID
+
+
+@pytest.mark.capability("SE-10", "AS-5")
+def test_a_certificate_that_cannot_be_kept_is_a_condition_while_pods_wait():
+    fault = "Secret team/slipway-internal-tls: a private key is not PEM. Delete the Secret"
+    for pods, ready in (((a_waiting_pod(0).booted(),), "True"), ((), "False")):
+        made = plan(seen(a_pool(size=1), *pods, certificate_fault=fault), T0)
+        conditions = {one.type: one for one in made.status.conditions}
+        assert conditions["Stalled"].reason == "CertificateUnavailable"
+        assert conditions["Stalled"].message == f"no TLS certificate can be kept: {fault}"
+        assert conditions["Ready"].status == ready
+        assert PoolEvent.CERTIFICATE_UNAVAILABLE in [event.reason for event in made.events]
+        again = plan(seen(a_pool(size=1, status=made.status), *pods, certificate_fault=fault), T0)
+        assert PoolEvent.CERTIFICATE_UNAVAILABLE not in [event.reason for event in again.events]
+    well = plan(seen(a_pool(size=1, status=made.status), a_waiting_pod(0).booted()), T0)
+    assert "Stalled" not in {one.type for one in well.status.conditions}

@@ -12,7 +12,7 @@ waits until no request runs and writes a file, for which the hook of the engine 
 
 from typing import Any, Final
 
-from slipway_api import names
+from slipway_api import internal_tls, names
 from slipway_api.dialect import ENV_DIALECT, Dialect
 from slipway_api.engine import VALUE, Condition, render
 from slipway_api.engine_fields import field_texts, is_set
@@ -25,6 +25,7 @@ from slipway_operator.core.service.replicas.drain import GRACE_AFTER_DRAIN_SECON
 AGENT_CONTAINER: Final = "slipway-agent"
 AGENT_COMMAND: Final = "slipway-agent"
 AGENT_MEMORY: Final = "64Mi"
+AGENT_TLS_MEMORY: Final = "128Mi"  # asyncio holds 256 KiB for each connection that speaks TLS
 AGENT_CPU: Final = "50m"
 DRAINED_FILE: Final = f"{names.RUN_DIRECTORY}/drained"
 STARTUP_PERIOD_SECONDS: Final = 2
@@ -32,25 +33,28 @@ LIVENESS_PERIOD_SECONDS: Final = 10
 _OF_OUR_RUNTIME: Final = ("SLIPWAY_CACHE_DIR", "SLIPWAY_CACHE_LIMIT")
 
 
-def command(service: InferenceService, engine: PinnedEngine, revision: str) -> list[str]:
+def command(service: InferenceService, engine: PinnedEngine, revision: str, *, tls: bool) -> list[str]:
     """The program; empty: the entry point of the image."""
-    return _rendered(engine.spec.command, _variables(service, revision))
+    return _rendered(engine.spec.command, _variables(service, revision, tls=tls))
 
 
-def arguments(service: InferenceService, engine: PinnedEngine, revision: str) -> list[str]:
+def arguments(service: InferenceService, engine: PinnedEngine, revision: str, *, tls: bool) -> list[str]:
     """The command line after the program: the templates of what the spec sets, then the user's own arguments."""
-    variables = _variables(service, revision)
+    variables = _variables(service, revision, tls=tls)
     found: list[str] = []
     for entry in engine.spec.args:
         texts = _entry(entry, entry.text, service, variables)
         if texts is not None:
             found += texts
+    if tls:
+        assert engine.spec.tls is not None, "it would answer in plain text (find_plain_engine)"
+        found += _rendered(engine.spec.tls.args, variables)
     return [*found, *service.spec.runtime.args]
 
 
-def environment(service: InferenceService, engine: PinnedEngine, revision: str) -> list[dict[str, Any]]:
+def environment(service: InferenceService, engine: PinnedEngine, revision: str, *, tls: bool) -> list[dict[str, Any]]:
     """The environment variables of the engine's templates."""
-    variables = _variables(service, revision)
+    variables = _variables(service, revision, tls=tls)
     found = []
     for entry in engine.spec.env:
         texts = _entry(entry, (entry.text,), service, variables)
@@ -74,7 +78,7 @@ def ports(engine: PinnedEngine) -> list[dict[str, Any]]:
 
 def lifecycle(service: InferenceService, engine: PinnedEngine, revision: str) -> dict[str, Any]:
     """The hook that lets running requests finish before the engine gets SIGTERM."""
-    hook = _rendered(engine.spec.stop_command, _variables(service, revision))
+    hook = _rendered(engine.spec.stop_command, _variables(service, revision, tls=False))
     return {"preStop": {"exec": {"command": hook}}} if hook else {}
 
 
@@ -107,11 +111,11 @@ def agent_container(
     mounts: list[dict[str, Any]],
     security: dict[str, Any],
 ) -> dict[str, Any]:
-    """slipway-agent: no torch, at most 64 MiB, and the only container that knows the pod's digests."""
-    lora = service.spec.runtime.lora
+    """slipway-agent: no torch, little memory, and the only container that knows the digests of the pod."""
+    lora, memory = service.spec.runtime.lora, AGENT_TLS_MEMORY if access.tls else AGENT_MEMORY
     variables = {
         ENV_DIALECT: dialect_of(engine).model_dump_json(by_alias=True, exclude_defaults=True),
-        "SLIPWAY_ENGINE_URL": f"http://127.0.0.1:{names.SERVING_PORT}",
+        "SLIPWAY_ENGINE_URL": f"{'https' if access.tls else 'http'}://127.0.0.1:{names.SERVING_PORT}",
         "SLIPWAY_SERVED_NAME": service.served_name,
         "SLIPWAY_REVISION": revision,
         "SLIPWAY_MAX_NUM_SEQS": str(service.spec.runtime.max_num_seqs),
@@ -119,6 +123,11 @@ def agent_container(
         "SLIPWAY_DRAIN_TIMEOUT": str(service.spec.drain.timeout_seconds),
         "SLIPWAY_DRAINED_FILE": DRAINED_FILE,
     }
+    if access.tls:
+        variables |= {
+            internal_tls.ENV_DIRECTORY: internal_tls.DIRECTORY,
+            internal_tls.ENV_NAME: internal_tls.replicas_name(service.metadata.namespace),
+        }
     own: list[dict[str, Any]] = [
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
@@ -138,8 +147,8 @@ def agent_container(
         "lifecycle": {"preStop": {"exec": {"command": [AGENT_COMMAND, "drain"]}}},
         "securityContext": security,
         "resources": {
-            "requests": {"cpu": AGENT_CPU, "memory": AGENT_MEMORY},
-            "limits": {"memory": AGENT_MEMORY},
+            "requests": {"cpu": AGENT_CPU, "memory": memory},
+            "limits": {"memory": memory},
         },
     }
 
@@ -169,9 +178,15 @@ def _entry(
     return complete if len(complete) == len(rendered) else None
 
 
-def _variables(service: InferenceService, revision: str) -> dict[str, str]:
+def _variables(service: InferenceService, revision: str, *, tls: bool) -> dict[str, str]:
     spec = service.spec
+    files = {
+        "tls.certificate": internal_tls.CERTIFICATE_FILE,
+        "tls.key": internal_tls.KEY_FILE,
+        "tls.authorities": internal_tls.CA_FILE,
+    }
     return field_texts(spec) | {
+        **{name: f"{internal_tls.DIRECTORY}/{file}" for name, file in files.items() if tls},
         "name": service.metadata.name,
         "namespace": service.metadata.namespace,
         "servedName": service.served_name,

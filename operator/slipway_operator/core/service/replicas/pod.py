@@ -98,10 +98,7 @@ def build_pod(
         }
         | _placement(service, placement, avoid_node, closed_nodes),
     }
-    if not access.tls:
-        return pod
-    assert revision.engine is None, "an engine answers in plain text (find_plain_engine)"
-    return tls.secured(pod)
+    return tls.secured(pod, is_ours=revision.engine is None) if access.tls else pod
 
 
 def _recommended_labels(service: InferenceService, revision: Revision) -> dict[str, str]:
@@ -167,8 +164,8 @@ def _process(service: InferenceService, revision: Revision, access: PortAccess) 
     startup_timeout = service.spec.runtime.startup_timeout_seconds
     if (engine := revision.engine) is not None:
         return {
-            "command": engine_pod.command(service, engine, revision.hash),
-            "args": engine_pod.arguments(service, engine, revision.hash),
+            "command": engine_pod.command(service, engine, revision.hash, tls=access.tls),
+            "args": engine_pod.arguments(service, engine, revision.hash, tls=access.tls),
             "ports": engine_pod.ports(engine),
             "lifecycle": engine_pod.lifecycle(service, engine, revision.hash),
             "probes": engine_pod.probes(engine, startup_timeout),
@@ -313,7 +310,7 @@ def _environment(
         own += access.environment()
         defaults += tracing.environment() if tracing is not None else []
     else:
-        defaults += engine_pod.environment(service, revision.engine, revision.hash)
+        defaults += engine_pod.environment(service, revision.engine, revision.hash, tls=access.tls)
         sources = engine_pod.without_own_variables(sources)
     if not _has_gpu(service, overlay):
         own.append(NO_GPU)

@@ -8,26 +8,36 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from slipway_api import internal_tls, names
+from slipway_operator.core.service.replicas.engine_pod import AGENT_CONTAINER
 
 FLAG: Final = "--tls-directory"
 READABLE: Final = 0o440  # by user and group of the pod
 _PROBES: Final = ("startupProbe", "readinessProbe", "livenessProbe")
-_ADMIN_PORTS: Final = ("admin", names.ADMIN_PORT)
+_PORTS: Final = ("admin", names.ADMIN_PORT, names.SERVING_PORT)
 
 
-def secured(pod: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest of a pod of our runtime that serves TLS; the pod that is given stays as it is."""
+def secured(pod: Mapping[str, Any], *, is_ours: bool) -> dict[str, Any]:
+    """The manifest of a pod that serves TLS; the pod that is given stays as it is.
+
+    is_ours: whether it runs our runtime. The flags of another engine and of slipway-agent are there already.
+    """
     spec = pod["spec"]
-    containers = [_secured(one) if one["name"] == names.SERVER_CONTAINER else one for one in spec["containers"]]
+    containers = [
+        _secured(one, with_flag=is_ours) if one["name"] in (names.SERVER_CONTAINER, AGENT_CONTAINER) else one
+        for one in spec["containers"]
+    ]
     return {**pod, "spec": {**spec, "containers": containers, "volumes": _with_certificate(spec["volumes"])}}
 
 
-def _secured(container: Mapping[str, Any]) -> dict[str, Any]:
-    serve, *flags = container["args"]
+def _secured(container: Mapping[str, Any], *, with_flag: bool) -> dict[str, Any]:
+    flagged = {}
+    if with_flag:
+        serve, *flags = container["args"]
+        # Before the user's own arguments, of which the last one counts.
+        flagged = {"args": [serve, FLAG, internal_tls.DIRECTORY, *flags]}
     return {
         **container,
-        # Before the user's own arguments, of which the last one counts.
-        "args": [serve, FLAG, internal_tls.DIRECTORY, *flags],
+        **flagged,
         "volumeMounts": _with_mount(container["volumeMounts"]),
         **{probe: _by_https(container[probe]) for probe in _PROBES if probe in container},
     }
@@ -46,6 +56,6 @@ def _with_mount(mounts: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _by_https(probe: Mapping[str, Any]) -> dict[str, Any]:
     asked = probe.get("httpGet")
-    if asked is None or asked["port"] not in _ADMIN_PORTS:
+    if asked is None or asked["port"] not in _PORTS:
         return dict(probe)
     return {**probe, "httpGet": {**asked, "scheme": "HTTPS"}}

@@ -46,31 +46,40 @@ def choose_engine(observed: Observed, stored: Sequence[Revision]) -> ChosenEngin
     if name == SLIPWAY:
         return ChosenEngine()
     recorded = find_stored(observed.service, stored)
-    if observed.defaults.internal_tls:
-        return ChosenEngine(fault=_describe_plain(name), reason=Reason.ENGINE_WITHOUT_TLS)
     if seen is None or seen.spec is None:
         pinned = recorded.engine if recorded is not None else None
+        if plain := find_plain_engine(pinned, observed.defaults):
+            return ChosenEngine(fault=plain, reason=Reason.ENGINE_WITHOUT_TLS)
         return ChosenEngine(pinned=pinned, fault=describe_missing(name, seen), is_recorded=pinned is not None)
     agent_image = observed.defaults.agent_image
     if not agent_image:
         fault = f"the installation names no image of slipway-agent, which engine {name} needs: set agent.image"
         return ChosenEngine(fault=fault, reason=Reason.INVALID_SPEC)
     pinned = PinnedEngine(name=name, spec=seen.spec, agent_image=agent_image)
+    if plain := find_plain_engine(pinned, observed.defaults):
+        return ChosenEngine(fault=plain, reason=Reason.ENGINE_WITHOUT_TLS)
     if lacking := find_lacking(apply_profile(spec), pinned):
         return ChosenEngine(fault=lacking, reason=Reason.INVALID_SPEC)
     return ChosenEngine(pinned=pinned)
 
 
+def find_engine_fault(chosen: ChosenEngine, target: Revision, defaults: Defaults) -> tuple[Reason, str] | None:
+    """Why the Engine cannot be followed, or why the revision that is rolled to gets no replica."""
+    if chosen.fault:
+        return chosen.reason, chosen.fault
+    plain = find_plain_engine(target.engine, defaults)
+    return (Reason.ENGINE_WITHOUT_TLS, plain) if plain else None
+
+
 def find_plain_engine(engine: PinnedEngine | None, defaults: Defaults) -> str:
     """Why no replica of this engine may be created while internal TLS is on; empty: it may.
 
-    An engine answers on the serving port itself, and would answer in plain text.
+    An engine answers on the serving port itself, and without `spec.tls` it would answer in plain text.
     """
-    return _describe_plain(engine.name) if engine is not None and defaults.internal_tls else ""
-
-
-def _describe_plain(engine: str) -> str:
+    if engine is None or engine.spec.tls is not None or not defaults.internal_tls:
+        return ""
     return (
-        f"internalTLS.enabled of the chart is true, and Engine {engine} answers in plain text. Use the engine slipway, "
-        "or serve other engines by a release without internalTLS"
+        f"internalTLS.enabled of the chart is true, and Engine {engine.name} of this revision has no spec.tls: it "
+        "would answer in plain text. Add to the Engine the flags for certificate and key, use the engine slipway, or "
+        "serve it by a release without internalTLS"
     )

@@ -35,6 +35,7 @@ from slipway_api.inference_status import AttemptStatus
 from slipway_api.memory import DoesNotFit
 from slipway_api.pod_labels import ROUTING_LABELS
 from slipway_api.runtime_api import ReadyReason
+from slipway_operator.core.certificates import describe_certificate_fault
 from slipway_operator.core.health import STARTING, Member, Stage
 from slipway_operator.core.observed import Observed, Replica
 from slipway_operator.core.pod_rules import find_service_fault
@@ -160,7 +161,7 @@ def _find_certificate_fault(observed: Observed) -> tuple[Reason, str] | None:
     """Told while replicas serve, too: the certificate that they have ends, and no other comes."""
     if not observed.certificate_fault:
         return None
-    return Reason.CERTIFICATE_UNAVAILABLE, f"no TLS certificate can be kept: {observed.certificate_fault}"
+    return Reason.CERTIFICATE_UNAVAILABLE, describe_certificate_fault(observed.certificate_fault)
 
 
 def find_stall_cause(
