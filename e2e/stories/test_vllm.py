@@ -27,7 +27,7 @@ from e2e.live_streams import Stream, Streams
 from e2e.manifests import as_yaml
 from e2e.slipway import RELEASE_NAMESPACE, USER_NAMESPACE, Json, Load, Slipway, wait_for
 from e2e.stories.conftest import delete_services
-from e2e.vllm import ADAPTERS, ENGINE, NAME, PEER, START_SECONDS, adapter, config_map, engine, service
+from e2e.vllm import ADAPTERS, ENGINE, NAME, PEER, SEATS, START_SECONDS, adapter, config_map, engine, service
 from slipway_api import names
 
 pytestmark = [
@@ -291,7 +291,7 @@ def title(pid: int) -> str:
 def test_waiting_requests_of_vllm_add_a_replica(vllm: Slipway) -> None:
     serve(vllm)
     vllm.apply(as_yaml(autoscaled(SCALING)))
-    load = loaded(vllm, users=12, max_tokens=48)  # four run, the others wait in vLLM
+    load = loaded(vllm, users=3 * SEATS, max_tokens=48)  # a third runs, the others wait in vLLM
     try:
         ready(vllm, 2)
     finally:
@@ -378,8 +378,9 @@ def canary(*metrics: object) -> Json:
 def test_a_canary_that_makes_requests_wait_is_rolled_back_and_loses_none(vllm: Slipway) -> None:
     spec = serve(vllm, rollout=canary(ERRORS, SLOWNESS))
     old = wait_served(vllm, NAME)
-    # Answers so long that waiting for one of them is unlike the noise of a shared machine.
-    load = loaded(vllm, users=8, max_tokens=128)
+    # The stable replica has a seat for each user: if its own requests waited too, its P95 would hide the canary's.
+    # Answers are so long that waiting for one of them is unlike the noise of a shared machine.
+    load = loaded(vllm, users=SEATS, max_tokens=192)
     try:
         new = edit(vllm, spec, maxNumSeqs=1)
         wait_for("it is rolled back", lambda: vllm.service(NAME)["status"].get("failedRevision") == new, START_SECONDS)
