@@ -105,17 +105,6 @@ def shared_prefixes(chance: random.Random) -> Iterator[Arrival]:
         yield Arrival(prompt + chance.randbytes(chance.randint(50, 300) * BYTES_PER_TOKEN), chance.randint(20, 200))
 
 
-def fitting_prefixes(chance: random.Random) -> Iterator[Arrival]:
-    """150 applications, equally popular, with a system prompt of 1,500 tokens each.
-
-    The prompts fit into the caches of four replicas together (240,000 tokens), and not into the cache of one.
-    """
-    prompts = [chance.randbytes(1500 * BYTES_PER_TOKEN) for _ in range(150)]
-    while True:
-        question = chance.randbytes(chance.randint(50, 300) * BYTES_PER_TOKEN)
-        yield Arrival(chance.choice(prompts) + question, chance.randint(20, 200))
-
-
 def conversations(chance: random.Random) -> Iterator[Arrival]:
     """150 conversations at once, of six turns each, that share a system prompt of 500 tokens."""
     system = chance.randbytes(500 * BYTES_PER_TOKEN)
@@ -136,9 +125,7 @@ def conversations(chance: random.Random) -> Iterator[Arrival]:
             running[index] = begin()
 
 
-Mix = Callable[[random.Random], Iterator[Arrival]]
-
-MIXES: dict[str, Mix] = {
+MIXES: dict[str, Callable[[random.Random], Iterator[Arrival]]] = {
     "shared prefixes": shared_prefixes,
     "conversations": conversations,
 }
@@ -256,33 +243,11 @@ def simulate(
     kv_events: bool = False,
     requests: int = REQUESTS,
     warm_up: int = WARM_UP,
-) -> Outcome:
-    """Run one case of a named mix; see `simulate_mix`."""
-    return simulate_mix(
-        MIXES[mix],
-        strategy,
-        replicas,
-        with_sessions=with_sessions,
-        kv_events=kv_events,
-        requests=requests,
-        warm_up=warm_up,
-    )
-
-
-def simulate_mix(
-    mix: Mix,
-    strategy: RoutingStrategy,
-    replicas: int,
-    *,
-    with_sessions: bool = False,
-    kv_events: bool = False,
-    requests: int = REQUESTS,
-    warm_up: int = WARM_UP,
     rates: Rates = ASSUMED,
 ) -> Outcome:
     """Run one case; every strategy gets the same requests."""
     simulation = Simulation(strategy, replicas, with_sessions=with_sessions, kv_events=kv_events, rates=rates)
-    return simulation.run(mix(random.Random(1)), requests, warm_up)
+    return simulation.run(MIXES[mix](random.Random(1)), requests, warm_up)
 
 
 def measure() -> Section:

@@ -13,15 +13,16 @@ from typing import Any
 from bench.engine import drive_peer
 from bench.figures import Figure, Section
 from bench.plan import Percentiles
-from bench.routing import MIXES, Outcome, Rates, fitting_prefixes, simulate_mix
+from bench.routing import MIXES, Outcome, Rates, simulate
 from slipway_api.inference_service import RoutingStrategy
 
 PEER = "vLLM CPU, eager"
 REPLICAS = 4
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 32
 FEW, MANY = 1, 8  # requests at once
-AIM = 2.0
-SHARED = "system prompts that fit into four caches"
+AIM = 2.0  # for TTFT p50
+SHARED = "shared prefixes"  # the mix of `bench.routing` that the aim is for
+SESSIONS = "conversations"
 
 
 def measure() -> Section:
@@ -47,12 +48,13 @@ def section(rates: Rates, source: str, **size: int) -> Section:
         Figure("vLLM: time between tokens", rates.itl_seconds * 1e3, "ms", "without other requests"),
         Figure("vLLM: and for each request", rates.itl_seconds_per_request * 1e3, "ms", f"from {MANY} at once"),
     ]
-    for mix, arrivals in (MIXES | {SHARED: fitting_prefixes}).items():
-        ours, peer = (
-            simulate_mix(arrivals, strategy, REPLICAS, rates=rates, **size)
-            for strategy in (RoutingStrategy.PREFIX_CACHE, RoutingStrategy.ROUND_ROBIN)
-        )
-        figures += _figures(mix, ours, peer)
+    for mix in MIXES:
+        peer = simulate(mix, RoutingStrategy.ROUND_ROBIN, REPLICAS, rates=rates, **size)
+        for with_sessions in (False, True) if mix == SESSIONS else (False,):
+            ours = simulate(
+                mix, RoutingStrategy.PREFIX_CACHE, REPLICAS, rates=rates, with_sessions=with_sessions, **size
+            )
+            figures += _figures(f"{mix} with session ids" if with_sessions else mix, ours, peer)
     return Section(f"Routing: {REPLICAS} simulated replicas with the rates of vLLM", tuple(figures))
 
 

@@ -22,13 +22,14 @@ def test_rates_come_from_one_request_alone_and_from_eight_at_once():
 
 
 @pytest.mark.capability("OP-11", "RG-4", "DD-5")
-@pytest.mark.parametrize("rates", [Rates(), Rates(700.0, 0.010, 0.004)], ids=["gpu", "cpu"])
-def test_the_first_token_comes_twice_as_fast_as_by_round_robin_when_the_prompts_fit_into_four_caches(rates: Rates):
+@pytest.mark.parametrize(
+    ("rates", "least"), [(Rates(), 1.5), (Rates(383.0, 0.050, 0.0043), AIM)], ids=["assumed", "measured on a CPU"]
+)
+def test_the_first_token_of_prompts_with_shared_prefixes_comes_sooner_than_by_round_robin(rates: Rates, least: float):
     found = values(section(rates, "measured", requests=1500, warm_up=500).figures)
 
-    assert found[f"{SHARED}: round robin ÷ Slipway, TTFT p50"] >= AIM
-    for mix in ("shared prefixes", "conversations"):
-        assert found[f"{mix}: round robin ÷ Slipway, TTFT p50"] > 1.2
+    assert found[f"{SHARED}: round robin ÷ Slipway, TTFT p50"] >= least
+    assert found["conversations: round robin ÷ Slipway, TTFT p50"] > 1.4
 
 
 @pytest.mark.capability("OP-11")
