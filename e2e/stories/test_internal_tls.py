@@ -27,7 +27,7 @@ from e2e.stories.conftest import delete_services
 from slipway_api import names
 from slipway_api.internal_tls import replicas_name
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900), pytest.mark.capability("SE-10")]
+pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(900), pytest.mark.capability("SE-10")]
 
 PORTS = (names.SERVING_PORT, names.ADMIN_PORT)
 PLUGIN = Path(sys.executable).parent / "kubectl-slipway"
@@ -127,7 +127,6 @@ def test_replicas_speak_tls_alone_and_only_callers_with_the_authority_and_the_na
     assert not accounts[0]["missing"], accounts
 
 
-@pytest.mark.full
 def test_the_plugin_reads_and_drains_replicas_that_speak_tls(secured: Slipway) -> None:
     secured.apply(as_yaml(static("pair", 2)))
     secured.wait_ready("pair", replicas=2)
@@ -150,7 +149,6 @@ def test_the_plugin_reads_and_drains_replicas_that_speak_tls(secured: Slipway) -
     assert all(speaks_tls(pod) for pod in secured.pods("pair"))
 
 
-@pytest.mark.full
 def test_zero_replicas_wake_up_and_adapters_load_over_tls(secured: Slipway) -> None:
     secured.apply(EXAMPLES / "idle-to-zero.yaml")
     secured.apply(EXAMPLES / "lora-adapter.yaml")
@@ -168,7 +166,6 @@ def test_zero_replicas_wake_up_and_adapters_load_over_tls(secured: Slipway) -> N
     assert all(speaks_tls(pod) for pod in secured.pods("idle"))
 
 
-@pytest.mark.full
 def test_a_rotation_cuts_no_stream_and_new_connections_get_the_new_certificate(
     secured: Slipway, cluster: Cluster, open_ledger: Callable[[str], Ledger]
 ) -> None:
@@ -202,7 +199,6 @@ def test_a_rotation_cuts_no_stream_and_new_connections_get_the_new_certificate(
     assert all(status.restart_count == 0 for pod in secured.pods("rotated") for status in pod.status.container_statuses)
 
 
-@pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_turning_it_on_and_off_replaces_replicas_under_load_and_loses_no_request(
     installation: Slipway, clean: Slipway, cluster: Cluster, open_ledger: Callable[[str], Ledger]

@@ -339,7 +339,7 @@ def _remove(observed: Observed, decided: Decided, now: datetime, *, may_begin: b
         if _is_stopped(observed.service):
             for member in decided.members:
                 leaving.setdefault(member.replica.uid, (member, "the service is scaled to zero"))
-        for member, reason in disruption.ending_with_node(decided.members, _drain_rules(observed.service), now):
+        for member, reason in disruption.ending_with_node(decided.members, DrainRules.of(observed.service), now):
             leaving.setdefault(member.replica.uid, (member, reason))
     elif may_begin:
         without_surge = rollout.may_leave_without_surge(
@@ -353,7 +353,7 @@ def _remove(observed: Observed, decided: Decided, now: datetime, *, may_begin: b
             *decided.assignment.leaving,
             *decided.stable_assignment.leaving,
             *((member, member.leaves) for member in without_surge),
-            *disruption.ending_with_node(decided.members, _drain_rules(observed.service), now),
+            *disruption.ending_with_node(decided.members, DrainRules.of(observed.service), now),
         ]
         for member, reason in new:
             leaving.setdefault(member.replica.uid, (member, reason))
@@ -368,7 +368,7 @@ def _one_victim_at_a_time(
     The caches may lag behind our writes, so the next one is chosen when the caches show that the last one drains. What
     goes with its node is not chosen by us, so it is not counted.
     """
-    rules, limits = _drain_rules(observed.service), observed.service.spec.rollout.rolling_update
+    rules, limits = DrainRules.of(observed.service), observed.service.spec.rollout.rolling_update
     steps, has_victim, returns = Steps(), False, Returns(observed, now)
     must_stay = 0 if decided.rollout.may_empty else max(0, decided.desired - limits.max_unavailable)
     for member, reason in leaving:
@@ -440,7 +440,7 @@ def _drain_all(observed: Observed, members: tuple[Member, ...], restored: Steps,
         return Plan(actions=(release,), status=None)
     steps, returns = restored, Returns(observed, now)
     for member in holding:
-        next_step = drain_replica(member.replica, _drain_rules(service), now, reason=DELETION)
+        next_step = drain_replica(member.replica, DrainRules.of(service), now, reason=DELETION)
         steps += returns.instead_of_deletion(member.replica, next_step)
     ends = [one.replica.deleted_at + GONE_AFTER for one in holding if one.replica.deleted_at]
     return Plan(
@@ -473,7 +473,7 @@ def _wake_at(observed: Observed, decided: Decided, steps: Steps, now: datetime) 
         decided.accounting.again_at,
         progress_deadline(observed, decided),
         observed.service.restart_moment,
-        *disruption.drain_moments(decided.members, _drain_rules(observed.service)),
+        *disruption.drain_moments(decided.members, DrainRules.of(observed.service)),
     ]
     if decided.scaling:
         moments += [decided.scaling.again_at, now + LOOK_AT_SIGNALS]
@@ -491,12 +491,4 @@ def _limits(observed: Observed) -> Limits:
         startup_timeout=timedelta(seconds=spec.runtime.startup_timeout_seconds),
         replace_after=timedelta(seconds=spec.availability.replace_after_unhealthy_seconds),
         disrupted=observed.disrupted,
-    )
-
-
-def _drain_rules(service: InferenceService) -> DrainRules:
-    drain = service.spec.drain
-    return DrainRules(
-        timeout=timedelta(seconds=drain.timeout_seconds),
-        propagation=timedelta(seconds=drain.endpoint_propagation_seconds),
     )

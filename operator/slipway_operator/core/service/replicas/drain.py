@@ -15,6 +15,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from slipway_api.conditions import EventReason
+from slipway_api.inference_service import InferenceService
 from slipway_api.names import STATE_DRAINING
 from slipway_operator.core.actions import DeletePod, DrainPod, Event, Steps
 from slipway_operator.core.observed import Replica
@@ -30,6 +31,15 @@ class DrainRules:
 
     timeout: timedelta
     propagation: timedelta
+
+    @classmethod
+    def of(cls, service: InferenceService) -> "DrainRules":
+        """Those of the service."""
+        drain = service.spec.drain
+        return cls(
+            timeout=timedelta(seconds=drain.timeout_seconds),
+            propagation=timedelta(seconds=drain.endpoint_propagation_seconds),
+        )
 
     @property
     def whole_grace_seconds(self) -> int:
