@@ -1,10 +1,12 @@
 """Fixtures and hooks of every test: the local cluster, started on demand, and checks before and after the session."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+import structlog
 
 from e2e.cluster.fixtures import apiserver, cluster
 from e2e.cluster.pytest_hooks import (
@@ -33,6 +35,14 @@ __all__ = [
 # A test asserts states and counts, never how long an example took: a busy machine may take five times as long.
 hypothesis.settings.register_profile("slipway", deadline=None)
 hypothesis.settings.load_profile("slipway")
+
+
+@pytest.fixture(autouse=True)
+def _no_test_configures_the_log_of_this_process() -> Iterator[None]:
+    """A part's log goes to the standard error of now, which pytest closes after the test: later tests would fail."""
+    yield
+    factory = structlog.get_config()["logger_factory"]
+    assert not isinstance(factory, structlog.BytesLoggerFactory), "start the part in a process of its own"
 
 
 # Modules whose first test takes minutes. With one of them last, the other process would wait; in the middle, its tests
