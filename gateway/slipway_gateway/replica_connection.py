@@ -30,7 +30,7 @@ class _RefusedError(Exception):
 
 
 class ReplicaConnection(asyncio.Protocol):
-    """A connection of the pool (`replica_pool`); `send`, then `read` or `deliver` until `is_over`."""
+    """A connection of the pool (`replica_pool`); `send`, then `next_piece` or `deliver` until `is_over`."""
 
     __slots__ = (
         "_head_size", "_is_closed", "_is_delimited", "_is_interim", "_is_paused", "_loop", "_on_close", "_overhead",
@@ -80,7 +80,7 @@ class ReplicaConnection(asyncio.Protocol):
         return self._transport.get_write_buffer_size() == 0  # else it answered before it had read the request
 
     async def send(self, head: bytes, body: bytes) -> bytes | None:
-        """Send a request, the last one being over; the first piece of the answer, as `read`."""
+        """Send a request, the last one being over; the first piece of the answer, as `next_piece`."""
         assert self._transport is not None
         assert self.is_complete
         self._reset()
@@ -91,9 +91,9 @@ class ReplicaConnection(asyncio.Protocol):
             self._transport.write(head)
             self._transport.write(body)
         del body
-        return await self.read()
+        return await self.next_piece()
 
-    async def read(self) -> bytes | None:
+    async def next_piece(self) -> bytes | None:
         """Everything that has been read, as soon as there is something; b"" at the end, None if it broke off."""
         while not self._pieces:
             if self.is_complete:
@@ -104,7 +104,7 @@ class ReplicaConnection(asyncio.Protocol):
         return self._take_pieces()
 
     async def deliver(self, take: Callable[[bytes], bool]) -> None:
-        """Pass each piece to `take` when it is read, until it returns False, or no more come; `read` tells which.
+        """Pass each piece to `take` when it is read, until it returns False, or no more come; `next_piece` tells.
 
         `take` must be quick. A piece that it does not take stays in the buffer. Raises what `take` raises.
         """

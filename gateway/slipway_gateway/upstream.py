@@ -190,7 +190,7 @@ class Reply:
         """
         self._silence.start()
         waiting_since = time.monotonic()
-        piece = await self._connection.read()
+        piece = await self._connection.next_piece()
         if piece is None:
             raise (self._silence.verdict or LOST).error()
         self._silence.stop()

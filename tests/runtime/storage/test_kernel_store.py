@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,14 @@ def a_store(root: Path, key: bytes = b"a key", toolchain: str = "triton 3.9.0", 
 def entry(root: Path, kernel: str = "KERNEL") -> Path:
     (found,) = root.glob(f"*/*/{kernel}")
     return found
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that all users may read. Those of pytest, and some folders above them, are closed to others."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
 
 
 @contextmanager
@@ -174,11 +183,9 @@ def test_of_two_writers_the_first_whole_file_stays(tmp_path: Path):
 
 
 @pytest.mark.capability("ST-10")
-def test_a_read_only_folder_is_read_and_not_written(tmp_path: Path):
-    root = tmp_path / "kernels"
+def test_a_read_only_folder_is_read_and_not_written(open_folder: Path):
+    root = open_folder / "kernels"
     a_store(root).save("KERNEL", FILES)
-    for folder in (*tmp_path.parents[:2], tmp_path):
-        folder.chmod(0o755)
     for folder in (root, *root.glob("*"), *root.glob("*/*")):
         folder.chmod(0o555)
     with without_rights(), capture_logs() as lines:
@@ -199,11 +206,9 @@ def test_a_read_only_folder_is_read_and_not_written(tmp_path: Path):
 
 
 @pytest.mark.capability("ST-10")
-def test_a_folder_that_belongs_to_another_user_is_a_warning_and_no_forgery(tmp_path: Path):
-    root = tmp_path / "kernels"
+def test_a_folder_that_belongs_to_another_user_is_a_warning_and_no_forgery(open_folder: Path):
+    root = open_folder / "kernels"
     a_store(root).save("KERNEL", FILES)
-    for folder in (*tmp_path.parents[:2], tmp_path):
-        folder.chmod(0o755)
     root.chmod(0o000)
     with without_rights():
         store = KernelStore(root, b"a key", "triton 3.9.0")
