@@ -31,7 +31,10 @@ kind: WarmPool
 metadata: {name: pool}
 spec: {size: 1}
 """
-ROOM = SERVICE.replace("replicas: 1", "replicas: 1\n  runtime: {lora: {maxAdapters: 2}}")
+# No kubelet runs the replicas, so their drain lasts until its timeout.
+ROOM = SERVICE.replace("replicas: 1", "replicas: 1\n  runtime: {lora: {maxAdapters: 2}}").replace(
+    "timeoutSeconds: 20", "timeoutSeconds: 2"
+)
 PLURALS = ("inferenceservices", "loraadapters", "warmpools")
 
 

@@ -135,7 +135,7 @@ class Stage:
         conditions = self.service().get("status", {}).get("conditions", [])
         return next((one for one in conditions if one["type"] == kind), {})
 
-    def eventually(self, look: Callable[[], T], what: str, seconds: float = 30) -> T:
+    def eventually(self, look: Callable[[], T], what: str, seconds: float = 120) -> T:
         deadline = time.monotonic() + seconds
         while not (found := look()):
             if time.monotonic() > deadline:
