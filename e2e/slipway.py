@@ -116,9 +116,9 @@ class Slipway:
             "--namespace", RELEASE_NAMESPACE, "--create-namespace", "--reset-values", "--wait", "--timeout", "180s",
             *sets,
         )  # fmt: skip
-        wait_for("owners of the new kind are admitted", self._admits_owners, timeout=60)
+        wait_for("owners of the new kind are admitted", self.admits_owners, timeout=60)
 
-    def _admits_owners(self) -> bool:
+    def admits_owners(self) -> bool:
         """OwnerReferencesPermissionEnforcement learns of a new kind only every few seconds, and refuses until then.
 
         Cluster administrators are exempt from it, so the request is made as the operator.

@@ -1,10 +1,10 @@
-"""Runs Flux's kustomize-controller on the host against a local cluster, and serves it tarballs of manifests.
+"""Runs Flux's controllers on the host against a local cluster, and serves them the artifacts of their sources.
 
     with KustomizeController(cluster) as flux:
         flux.publish({"chat.yaml": manifest})
         flux.sync("fleet", prune=True, wait=True)
 
-The controller is the real program. What stands in for source-controller is an ExternalArtifact,
+The controllers are the real programs. What stands in for source-controller is an ExternalArtifact,
 the kind by which Flux lets any other program provide a source: an HTTP server on loopback has the
 tarball, and the object's status names its address and digest.
 """
@@ -20,7 +20,7 @@ import threading
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Self
 
 from e2e.cluster.access import Access, ApiError
 from e2e.flux import build
@@ -34,7 +34,6 @@ FLAGS = (
     "--health-addr=0",
     "--enable-leader-election=false",
     "--interval-jitter-percentage=0",
-    "--feature-gates=ExternalArtifact=true",
 )
 SECONDS_TO_STOP = 20
 
@@ -42,11 +41,11 @@ Json = dict[str, Any]
 
 
 class ArtifactServer:
-    """An HTTP server on loopback with tarballs of manifests, each at a path made of its digest."""
+    """An HTTP server on loopback with the artifacts of sources, each at a path made of its digest."""
 
     def __init__(self) -> None:
-        self._tarballs: dict[str, bytes] = {}
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self._tarballs))
+        self._bodies: dict[str, bytes] = {}
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self._bodies))
 
     def start(self) -> None:
         """Serve, in a thread of its own."""
@@ -57,40 +56,40 @@ class ArtifactServer:
         self._server.shutdown()
         self._server.server_close()
 
-    def add(self, files: Mapping[str, str]) -> Json:
-        """Serve a tarball of these files (name -> content); returns it as Flux's `status.artifact` describes it."""
-        tarball = _tarball(files)
+    def add(self, tarball: bytes, version: str = "main") -> Json:
+        """Serve a tarball; returns it as Flux's `status.artifact` describes it, with the version in its revision."""
         digest = hashlib.sha256(tarball).hexdigest()
-        self._tarballs[f"/{digest}.tar.gz"] = tarball
+        self._bodies[f"/{digest}.tar.gz"] = tarball
         return {
             "url": f"http://127.0.0.1:{self._server.server_port}/{digest}.tar.gz",
             "path": f"{digest}.tar.gz",
-            "revision": f"main@sha256:{digest}",
+            "revision": f"{version}@sha256:{digest}",
             "digest": f"sha256:{digest}",
             "size": len(tarball),
             "lastUpdateTime": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         }
 
 
-class KustomizeController:
-    """The running controller, its one source, and the Kustomizations that apply from it."""
+class Controller:
+    """A running controller of Flux, and the server of the artifacts that its sources name."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access, program: build.Program, *flags: str) -> None:
         self.access = access
-        self.log = access.logs / "kustomize-controller.log"
-        self._build = build.ensure()
-        self._artifacts = ArtifactServer()
+        self.log = access.logs / f"{program.name}.log"
+        self.artifacts = ArtifactServer()
+        self._build = build.ensure(program)
+        self._command = [self._build / program.name, *FLAGS, *flags]
         self._program: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> "KustomizeController":
-        self._artifacts.start()
+    def __enter__(self) -> Self:
+        self.artifacts.start()
         try:
             self.access.serve_kinds(self._build / "crds")
             with contextlib.suppress(ApiError):  # it is there already
                 self.access.api("POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
             with self.log.open("ab") as log:
                 self._program = subprocess.Popen(
-                    [self._build / build.PROGRAM, *FLAGS],
+                    self._command,
                     env=self.access.environment() | {"RUNTIME_NAMESPACE": NAMESPACE},
                     stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 )  # fmt: skip
@@ -103,7 +102,7 @@ class KustomizeController:
         self._stop()
 
     def _stop(self) -> None:
-        self._artifacts.stop()
+        self.artifacts.stop()
         if self._program is not None:
             self._program.send_signal(signal.SIGTERM)
             try:
@@ -112,9 +111,16 @@ class KustomizeController:
                 self._program.kill()
                 self._program.wait()
 
+
+class KustomizeController(Controller):
+    """The running kustomize-controller, its one source, and the Kustomizations that apply from it."""
+
+    def __init__(self, access: Access) -> None:
+        super().__init__(access, build.KUSTOMIZE, "--feature-gates=ExternalArtifact=true")
+
     def publish(self, files: Mapping[str, str]) -> str:
         """A new revision of the source, of these files (name -> content); returns the revision."""
-        artifact = self._artifacts.add(files)
+        artifact = self.artifacts.add(tarball_of(files))
         source = {
             "apiVersion": "source.toolkit.fluxcd.io/v1",
             "kind": "ExternalArtifact",
@@ -146,9 +152,8 @@ class KustomizeController:
 
     def request(self, name: str) -> str:
         """Ask for a reconciliation as `flux reconcile` does; returns what status will name once it was handled."""
-        moment = datetime.now(UTC).isoformat()
-        annotations = {"reconcile.fluxcd.io/requestedAt": moment}
-        self.access.api("PATCH", f"{KUSTOMIZATIONS}/{name}", {"metadata": {"annotations": annotations}})
+        body, moment = reconcile_now()
+        self.access.api("PATCH", f"{KUSTOMIZATIONS}/{name}", body)
         return moment
 
     def kustomization(self, name: str) -> Json:
@@ -176,7 +181,13 @@ class KustomizeController:
         self.access.kubectl("delete", "kustomizations", name, "-n", NAMESPACE, "--ignore-not-found", timeout=limit)
 
 
-def _tarball(files: Mapping[str, str]) -> bytes:
+def reconcile_now() -> tuple[Json, str]:
+    """The patch with which `flux reconcile` asks for a reconciliation, and what status names once it was handled."""
+    moment = datetime.now(UTC).isoformat()
+    return {"metadata": {"annotations": {"reconcile.fluxcd.io/requestedAt": moment}}}, moment
+
+
+def tarball_of(files: Mapping[str, str]) -> bytes:
     """A tar.gz of the files; the same files make the same bytes."""
     packed = io.BytesIO()
     # Without the time that gzip would write down.

@@ -27,7 +27,7 @@ WRITES = {"create", "update", "patch", "delete"}
 def flux(slipway: Slipway) -> Iterator[KustomizeController]:
     """The controller, running against the cluster on which Slipway is installed."""
     try:
-        build.ensure()
+        build.ensure(build.KUSTOMIZE)
     except build.ModulesNotReachedError as missing:
         pytest.skip(f"Flux's modules cannot be fetched: {missing}")
     with KustomizeController(slipway.access) as controller:

@@ -10,14 +10,14 @@ import pytest
 
 from e2e.cluster.build import version_of
 from e2e.flux import build
-from e2e.flux.controller import ArtifactServer
+from e2e.flux.controller import ArtifactServer, tarball_of
 
 
 def test_an_artifact_names_the_digest_and_size_of_the_tarball_that_is_served():
     server = ArtifactServer()
     server.start()
     try:
-        artifact = server.add({"a.yaml": "kind: A\n", "folder/b.yaml": "kind: B\n"})
+        artifact = server.add(tarball_of({"a.yaml": "kind: A\n", "folder/b.yaml": "kind: B\n"}))
         with urllib.request.urlopen(artifact["url"], timeout=10) as answer:
             body = answer.read()
         with pytest.raises(urllib.error.HTTPError, match="404"):
@@ -37,8 +37,8 @@ def test_an_artifact_names_the_digest_and_size_of_the_tarball_that_is_served():
 def test_a_revision_changes_with_a_file_and_not_with_their_order():
     server = ArtifactServer()
     try:
-        one, same = server.add({"a": "1", "b": "2"}), server.add({"b": "2", "a": "1"})
-        other = server.add({"a": "1", "b": "3"})
+        one, same = server.add(tarball_of({"a": "1", "b": "2"})), server.add(tarball_of({"b": "2", "a": "1"}))
+        other = server.add(tarball_of({"a": "1", "b": "3"}))
     finally:
         server.start()
         server.stop()
@@ -46,7 +46,8 @@ def test_a_revision_changes_with_a_file_and_not_with_their_order():
     assert one["revision"] == same["revision"] != other["revision"]
 
 
-def test_the_controllers_module_pins_the_kubernetes_libraries_of_the_clusters_minor_version():
-    flux, cluster = (build.HERE / "go.mod").read_text(), (build.HERE.parent / "cluster" / "go.mod").read_text()
+@pytest.mark.parametrize("program", [build.KUSTOMIZE, build.HELM], ids=lambda program: program.name)
+def test_the_controllers_module_pins_the_kubernetes_libraries_of_the_clusters_minor_version(program):
+    flux, cluster = (program.folder / "go.mod").read_text(), (build.HERE.parent / "cluster" / "go.mod").read_text()
 
     assert version_of("k8s.io/client-go", flux).split(".")[1] == version_of("k8s.io/kubernetes", cluster).split(".")[1]
