@@ -43,13 +43,12 @@ class HelmController(Controller):
         """The HelmRelease as the API server has it now."""
         return self.access.api("GET", f"{RELEASES}/{name}")
 
-    def ready(self, name: str) -> Json:
-        """Its Ready condition for its newest generation; empty while the controller has not seen that."""
+    def condition(self, name: str, kind: str) -> Json:
+        """One condition for its newest generation; empty if it is absent or of an older one."""
         release = self.release(name)
-        status = release.get("status", {})
-        if status.get("observedGeneration") != release["metadata"]["generation"]:
-            return {}
-        return next((one for one in status.get("conditions", []) if one["type"] == "Ready"), {})
+        conditions = release.get("status", {}).get("conditions", [])
+        newest = release["metadata"]["generation"]
+        return next((one for one in conditions if (one["type"], one["observedGeneration"]) == (kind, newest)), {})
 
     def reconcile(self, name: str) -> str:
         """Ask for a reconciliation as `flux reconcile` does; returns what status will name once it was handled."""
@@ -60,4 +59,4 @@ class HelmController(Controller):
     def was_handled(self, name: str, moment: str) -> bool:
         """Whether the requested reconciliation is over, with success."""
         status = self.release(name).get("status", {})
-        return status.get("lastHandledReconcileAt") == moment and self.ready(name).get("status") == "True"
+        return status.get("lastHandledReconcileAt") == moment and self.condition(name, "Ready").get("status") == "True"

@@ -43,8 +43,14 @@ def patch(flux: HelmController, **spec: object) -> None:
 
 
 def until_ready(flux: HelmController, what: str) -> None:
-    """Wait until Flux says that the newest generation is applied and healthy."""
-    wait_for(what, lambda: flux.ready("slipway").get("status") == "True", timeout=300)
+    """Wait until Flux says that the newest generation is applied and healthy, or that it will not try again."""
+
+    def is_ready() -> bool:
+        if stalled := flux.condition("slipway", "Stalled"):
+            pytest.fail(f"{stalled['message']}: {flux.condition('slipway', 'Ready')['message']}")
+        return bool(flux.condition("slipway", "Ready").get("status") == "True")
+
+    wait_for(what, is_ready, timeout=300)
 
 
 def of_the_release(cluster: Cluster, kind: str) -> dict[str, Json]:
@@ -105,7 +111,7 @@ def test_flux_installs_upgrades_rolls_back_restores_and_uninstalls(bare: Cluster
 
         def was_rolled_back() -> bool:
             newest = flux.release("slipway")["status"]["history"][0]
-            return newest["status"] == "deployed" and flux.ready("slipway").get("status") == "False"
+            return newest["status"] == "deployed" and flux.condition("slipway", "Ready").get("status") == "False"
 
         wait_for("the upgrade that does not start is rolled back", was_rolled_back, timeout=180)
         wait_for("all gateways are back", lambda: ready_gateways(bare) == replicas + 1, timeout=60)

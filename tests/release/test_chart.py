@@ -1,6 +1,7 @@
 """The packaged chart names the images of the release, and nothing else of it changes."""
 
 import re
+from collections.abc import Iterator
 
 import pytest
 import yaml
@@ -54,3 +55,29 @@ def test_every_image_of_the_packaged_chart_is_of_the_release(tmp_path):
     assert {"InferenceService", "WarmPool"} <= {
         one["spec"]["names"]["kind"] for one in manifests if one["kind"] == "CustomResourceDefinition"
     }
+
+
+@pytest.mark.apiserver
+@pytest.mark.capability("PL-16")
+def test_a_version_with_metadata_of_a_build_makes_valid_labels(tmp_path):
+    """Flux installs `0.1.0+` and the digest of the chart; a label may have no plus and at most 63 characters."""
+    helm = str(build.ensure() / "bin" / "helm")
+    packaged = chart.package("0.1.0+" + "a81cf7c3432b" * 6, "registry.example/team", DIGESTS, tmp_path, helm=helm)
+
+    manifests = parsed(chart.render(packaged, "slipway-system", helm=helm))
+    labels = list(labels_of([one for one in manifests if one["kind"] != "CustomResourceDefinition"]))
+    valid = re.compile(r"([A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?)?")
+    assert any(value.startswith("slipway-0.1.0_a81cf7c3432b") for value in labels)
+    assert [one for one in labels if not valid.fullmatch(one)] == []
+
+
+def labels_of(tree: object) -> Iterator[str]:
+    """The values of all `labels` and `matchLabels` below."""
+    if isinstance(tree, list):
+        for one in tree:
+            yield from labels_of(one)
+    elif isinstance(tree, dict):
+        for name, below in tree.items():
+            if name in ("labels", "matchLabels") and isinstance(below, dict):
+                yield from (value for value in below.values() if isinstance(value, str))
+            yield from labels_of(below)

@@ -2,9 +2,10 @@
 {{- define "slipway.labels" -}}
 {{ include "slipway.selector" . }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | replace "+" "_" | trunc 63 | quote }}
 app.kubernetes.io/part-of: slipway
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- /* Flux adds the digest of the chart to its version: 0.1.0+a81cf7c3432b. */}}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 }}
 {{- with .root.Values.commonLabels }}
 {{ toYaml . }}
 {{- end }}
