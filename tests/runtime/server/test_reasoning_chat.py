@@ -143,9 +143,9 @@ async def continued(replica: Running, text: str, **fields: Any) -> dict[str, Any
 
 @pytest.mark.capability("SO-1")
 @pytest.mark.parametrize("model", ["deepseek", "qwen"])
-async def test_a_schema_binds_what_follows_the_thought(model: str, request: pytest.FixtureRequest):
+async def test_a_schema_binds_what_follows_the_thought(model: str, deepseek: Running, qwen: Running):
     """review/peer-suites.md 12f. DeepSeek's prompt opens the thought, Qwen3's leaves it to the model."""
-    replica: Running = request.getfixturevalue(model)
+    replica = {"deepseek": deepseek, "qwen": qwen}[model]
     thought = 'Is it { "size": 7 }?\n</think>\n\n' if model == "deepseek" else "<think>\nHm.\n</think>\n\n"
     choice = await continued(replica, thought, response_format=FORM)
 

@@ -225,3 +225,40 @@ def test_remembers_no_more_revisions_than_asked_for():
         world.service = edited(world.service, runtime={"maxModelLen": length})
         world.run(120)
     assert len(world.service.status.revisions) == 2
+
+
+CORDONED = Node(name="node-1", cordoned=True)
+
+
+def a_move(*, attempt_ready=False):
+    """Two old replicas, and one that replaces the second on the node that it has to leave."""
+    replacement = old(1).slot(1, attempt=1).on("node-2")
+    replacement = replacement.ready() if attempt_ready else replacement.loading()
+    return [old(0).ready().on("node-2"), old(1).ready().on("node-1"), replacement]
+
+
+@pytest.mark.capability("AS-12")
+def test_a_replacement_for_a_replica_that_leaves_its_node_is_not_one_too_many():
+    """It was removed "before it was ready" and started again in the next pass, as long as the rollout went on."""
+    assert names(step(*a_move(), new().loading(), desired=2, nodes=[CORDONED])) == []
+    serving = step(*a_move(), new(0).ready(), new(1).ready(), desired=2, nodes=[CORDONED])
+    assert sorted(names(serving)) == ["chat-old-0-0", "chat-old-1-0", "chat-old-1-1"], "none is needed any more"
+
+
+@pytest.mark.capability("AS-12", "EV-1")
+def test_nor_is_it_beside_a_canary():
+    pods = [*a_move(), new().loading()]
+    nodes = {CORDONED.name: CORDONED}
+    result = rollout.split_step(
+        judge([pod.replica for pod in pods], nodes, startup_timeout=minutes(30), now=T0),
+        revisions=rollout.Revisions(update="new", stable="old", is_stored=True),
+        desired=2,
+        limits=RollingUpdate(max_surge=1, max_unavailable=0),
+        nodes=nodes,
+        update_wanted=1,
+        stable_wanted=2,
+        weight=0,
+        recorded={"old": 100, "new": 0},
+        is_finished=False,
+    )
+    assert names(result) == []

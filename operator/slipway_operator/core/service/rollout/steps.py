@@ -19,6 +19,7 @@ during the rollout are started again, as far as the new revision does not serve 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from sys import maxsize
 from typing import Final
 
 from slipway_api.names import STATE_DRAINING
@@ -185,7 +186,8 @@ def split_step(
     stable_live, others, room = sets.stable_live, sets.others_live, sets.room(desired, limits)
     rebuild = max(0, stable_wanted - len(stable_live)) if revisions.is_stored else 0
     rebuild_now = min(rebuild, max(0, room - sets.new_live))
-    surplus = _cheapest(stable_live, nodes)[: max(0, len(stable_live) - stable_wanted)]
+    placed = [one for one in stable_live if one not in _moves_under_way(stable_live)]
+    surplus = _cheapest(placed, nodes)[: max(0, len(placed) - stable_wanted)]
     spare = max(0, _ready(members) - max(0, desired - limits.max_unavailable))
     ready_to_go = [one for one in [*_cheapest(others, nodes), *surplus] if one.is_ready][:spare]
     leaving = [(one, REPLACED) for one in [*others, *surplus] if not one.is_ready or one in ready_to_go]
@@ -343,22 +345,36 @@ def _old_that_may_go(
 ) -> tuple[tuple[Member, str], ...]:
     ranked = sorted((member for member in old if member.is_live), key=lambda member: cheapest_to_lose(member, nodes))
     hopeless = [member for member in ranked if member.stage.is_broken and not keeps_broken(member)]
-    waiting = [member for member in ranked if not member.is_ready and member not in hopeless]
     serving = [member for member in ranked if member.is_ready]
     must_stay = max(0, desired - limits.max_unavailable)
+    replaced = serving[: max(0, len(serving) + new_ready - must_stay)]
+    moving = _moves_under_way([member for member in ranked if member not in replaced])
+    waiting = [one for one in ranked if not one.is_ready and one not in hopeless and one not in moving]
 
     # A broken replica is removed at once: the new revision may be waiting for its GPU.
     leaving = [(member, f"another revision replaces it: {describe_stage(member)}") for member in hopeless]
     # 3 desired, 2 old ready + 1 old loading, 1 new ready: 3 + 1 - 3 = 1 may go, and the loading one is cheapest.
     spare = max(0, len(waiting) + len(serving) + new_ready - must_stay)
     leaving += [(member, "another revision replaces it before it was ready") for member in waiting[:spare]]
-    spare = max(0, len(serving) + new_ready - must_stay)
-    leaving += [(member, REPLACED) for member in serving[:spare]]
+    leaving += [(member, REPLACED) for member in replaced]
     # A replica on a lost node may still serve streams; it is removed when it is not needed any more.
     lost = [member for member in old if member.stage is Stage.LOST]
     if new_ready >= desired:
         leaving += [(member, "its node does not answer, and another revision serves instead") for member in lost]
     return tuple(leaving)
+
+
+def _moves_under_way(live: Sequence[Member]) -> list[Member]:
+    """Replacements that are not ready yet beside the replica of their slot that has to leave: none is one too many.
+
+    If one were removed as such, its slot would get another in the next pass, and so on.
+    """
+    leaves = {(one.replica.revision, one.replica.slot): one.replica.attempt for one in live if one.leaves}
+    return [
+        one
+        for one in live
+        if not one.is_ready and one.replica.attempt > leaves.get((one.replica.revision, one.replica.slot), maxsize)
+    ]
 
 
 def may_leave_without_surge(
