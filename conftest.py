@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 import structlog
 
-from e2e.cluster.fixtures import apiserver, cluster
+from e2e.cluster.fixtures import apiserver, cluster, own_apiserver
 from e2e.cluster.pytest_hooks import (
     pytest_collection_finish,
     pytest_sessionfinish,
@@ -22,6 +22,7 @@ __all__ = [
     "apiserver",
     "cluster",
     "machine",
+    "own_apiserver",
     "pytest_collection_finish",
     "pytest_sessionfinish",
     "pytest_sessionstart",

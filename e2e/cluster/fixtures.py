@@ -31,6 +31,15 @@ def apiserver() -> "Iterator[Cluster]":
         assert not cluster.ended, f"{cluster.ended} ended during the tests, see {cluster.logs}"
 
 
+@pytest.fixture(scope="module")
+def own_apiserver() -> "Iterator[Cluster]":
+    """The same for one module whose tests act on all objects of a kind: those of other modules would be in the way."""
+    from e2e.cluster.launch import Cluster
+
+    with Cluster(light=True, folder=_free_folder("own")) as cluster:
+        yield cluster
+
+
 @pytest.fixture(scope="session")
 def cluster() -> "Iterator[Cluster]":
     """The whole cluster: two nodes with 8 fake GPUs each, both Ready; the gateway's port is `port("gateway")`."""

@@ -143,12 +143,12 @@ def test_a_block_that_needs_no_cluster_runs(block, tmp_path):
 
 
 @pytest.mark.apiserver
-def test_the_blocks_that_need_an_api_server_run_in_the_order_of_their_pages(apiserver: Access, tmp_path: Path):
-    apiserver.serve_kinds(ROOT / "crds")
+def test_the_blocks_that_need_an_api_server_run_in_the_order_of_their_pages(own_apiserver: Access, tmp_path: Path):
+    own_apiserver.serve_kinds(ROOT / "crds")
     kubeconfig = tmp_path / "kubeconfig"
-    kubeconfig.write_text(apiserver.kubeconfig.read_text())
-    environment = {**apiserver.environment(), "KUBECONFIG": str(kubeconfig)}
-    run(f"kubectl config set-context --current --namespace={apiserver.create_namespace()}", tmp_path, environment)
+    kubeconfig.write_text(own_apiserver.kubeconfig.read_text())
+    environment = {**own_apiserver.environment(), "KUBECONFIG": str(kubeconfig)}
+    run(f"kubectl config set-context --current --namespace={own_apiserver.create_namespace()}", tmp_path, environment)
     for block in ON_THE_API_SERVER:
         assert run(text_of(block), tmp_path, environment), block
 

@@ -11,9 +11,8 @@ import pytest
 
 from e2e.cluster.access import Access
 from slipway_api import names
-from tests.operator.test_on_apiserver import CHECKOUT, SERVICE, Operator, Stage, a_stage, installed
+from tests.operator.test_on_apiserver import CHECKOUT, SERVICE, Operator, Stage, a_stage, install
 
-__all__ = ["installed"]
 pytestmark = pytest.mark.apiserver
 
 TRIES = 2
@@ -39,10 +38,9 @@ PLURALS = ("inferenceservices", "loraadapters", "warmpools")
 
 
 @pytest.fixture
-def stage(installed: tuple[Access, Path], tmp_path: Path) -> Iterator[Stage]:
-    with a_stage(installed, tmp_path) as stage:
+def stage(own_apiserver: Access, tmp_path: Path) -> Iterator[Stage]:
+    with a_stage(install(own_apiserver, tmp_path), tmp_path) as stage:
         yield stage
-    installed[0].serve_kinds(CHECKOUT / "crds")
 
 
 @pytest.mark.capability("OP-17")

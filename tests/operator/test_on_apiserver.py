@@ -156,10 +156,14 @@ class Stage:
 @pytest.fixture(scope="module")
 def installed(apiserver: Access, tmp_path_factory: pytest.TempPathFactory) -> tuple[Access, Path]:
     """CRD, ServiceAccount and rights from the chart, and a kubeconfig with nothing but that account's token."""
-    apiserver.serve_kinds(CHECKOUT / "crds")
-    apply_rights(apiserver, "operator", SYSTEM)
-    kubeconfig = kubeconfig_of(apiserver, "slipway-operator", SYSTEM, tmp_path_factory.mktemp("operator"))
-    return apiserver, kubeconfig
+    return install(apiserver, tmp_path_factory.mktemp("operator"))
+
+
+def install(access: Access, folder: Path) -> tuple[Access, Path]:
+    """What the fixture `installed` has, on any API server."""
+    access.serve_kinds(CHECKOUT / "crds")
+    apply_rights(access, "operator", SYSTEM)
+    return access, kubeconfig_of(access, "slipway-operator", SYSTEM, folder)
 
 
 @contextmanager
