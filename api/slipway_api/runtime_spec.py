@@ -120,8 +120,8 @@ class Speculation(Struct):
     max_tokens: int = Field(default=4, ge=1, le=32)
     """Most tokens guessed in one step; fewer are tried where guesses fail."""
     draft_model: DraftModel | None = None
-    """For method draft: the model that guesses. It takes GPU memory beside the model, for its weights and for its own
-    KV cache, which is part of kvCache."""
+    """For method draft: the small model that drafts tokens. It takes GPU memory beside the model, for its weights and
+    for its own KV cache, which is part of kvCache."""
 
 
 class LoRA(Struct):
